@@ -1,0 +1,241 @@
+"""The schedule IR: typed, frozen structs that say exactly what every stage does in every step.
+
+A plan is one `Header` and one `Step` per optimizer step. Nothing here knows costs,
+devices or file formats; `infinipipe.ir.store` writes it and `infinipipe.ir.verify` proves it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence as SequenceOf
+from typing import Literal
+
+import msgspec
+
+FORMAT_VERSION = 1
+
+LossNorm = Literal["token", "sequence"]
+
+
+class OpKind(enum.StrEnum):
+    """What an op does, by the letters of torch.distributed.pipelining."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The shape of a decoder-only model, and the Hugging Face config it comes from."""
+
+    name: str
+    config: str
+    """The Hugging Face `config.json` as canonical JSON (sorted keys, no spaces)."""
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocabulary_size: int
+    tied: bool
+    """Whether the head shares the embedding's weight."""
+    layer_parameters: int
+    """Parameters of one decoder layer."""
+
+    @property
+    def kv_size(self) -> int:
+        """Width of K (and of V) for one token of one layer, in elements."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding; the head has as many."""
+        return self.vocabulary_size * self.hidden_size
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the config, by which a run recognises the model it was planned for."""
+        return hashlib.sha256(self.config.encode()).hexdigest()
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A contiguous range of layers on one pipeline rank."""
+
+    first_layer: int
+    num_layers: int
+    embedding: bool
+    """Whether this stage also embeds the tokens (the first one does)."""
+    head: bool
+    """Whether this stage also holds the final norm, the head and the loss (the last one does)."""
+
+
+class DatasetInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the plan was compiled from."""
+
+    path: str
+    """As given to `compile`."""
+    sha256: str
+    """Of the file's bytes."""
+    tokenizer: str
+    """`ids` (the file holds token ids), `bytes`, `lengths` (planned, cannot run), or the tokenizer's directory."""
+    num_sequences: int
+    num_tokens: int
+    """After truncation to `max_length`."""
+    num_truncated: int
+    """Sequences cut to `max_length`."""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that holds for the whole plan."""
+
+    format_version: int
+    infinipipe_version: str
+    model: Model
+    stages: tuple[Stage, ...]
+    num_replicas: int
+    memory_limit_bytes: tuple[int, ...]
+    """Per stage."""
+    batch_size: int
+    num_steps: int
+    seed: int
+    max_length: int | None
+    loss_norm: LossNorm
+    logits_tokens: int
+    """The head computes logits for at most this many tokens at a time."""
+    dataset: DatasetInfo
+    policy: str
+    profile_sha256: str
+    """Of the profile's canonical JSON."""
+    profile: msgspec.Raw
+    """The whole profile (see `infinipipe.profiles.profile`), so that the plan explains itself."""
+
+
+class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """Tokens `[start, start + length)` of one of the step's sequences; `start` is its context."""
+
+    sequence: int
+    """Index into `Step.sequences`."""
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+    @property
+    def num_pairs(self) -> int:
+        """Query-key pairs of causal attention: every token sees its context and itself."""
+        return self.length * self.start + self.length * (self.length + 1) // 2
+
+
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One micro-batch: slices laid end to end without padding."""
+
+    slices: tuple[Slice, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all slices."""
+        return sum(s.length for s in self.slices)
+
+    @property
+    def num_pairs(self) -> int:
+        """Attention pairs of all slices (design: `q`)."""
+        return sum(s.num_pairs for s in self.slices)
+
+    def split_slice(self, sequences: SequenceOf[Sequence]) -> Slice | None:
+        """Return the slice that is only a part of its sequence, if there is one."""
+        for piece in self.slices:
+            if piece.length != sequences[piece.sequence].length:
+                return piece
+        return None
+
+
+class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One entry of a stage's program."""
+
+    kind: OpKind
+    chunk: int
+
+
+class Sequence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One sequence of a step's global batch."""
+
+    row: int
+    """Row of the dataset, from 0."""
+    length: int
+    num_targets: int
+
+
+class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """What the simulator expects of one stage in one step."""
+
+    busy_s: float
+    """Seconds in F and B, recompute included."""
+    recompute_s: float
+    bubble_s: float
+    """Seconds of the replica's makespan in which the stage waits."""
+    peak_bytes: int
+
+
+class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one data-parallel copy of the pipeline does in one step."""
+
+    chunks: tuple[Chunk, ...]
+    recompute: tuple[tuple[int, ...], ...]
+    """`recompute[stage][chunk]`: how many of the stage's layers drop their activations in F."""
+    programs: tuple[tuple[Op, ...], ...]
+    """One program per stage."""
+    predicted: tuple[StagePrediction, ...]
+    """One prediction per stage."""
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One optimizer step over one global batch."""
+
+    index: int
+    sequences: tuple[Sequence, ...]
+    denominator: int
+    """Divides the summed loss: targets of the batch (`token`), or its sequences with a target (`sequence`)."""
+    replicas: tuple[Replica, ...]
+    makespan_s: float
+    """Simulated seconds from the first F to the last B over all replicas."""
+    bound_s: float
+    """No schedule of this batch on these stages can be faster."""
+    step_s: float
+    """`makespan_s` plus the optimizer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the global batch."""
+        return sum(s.length for s in self.sequences)
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of the global batch."""
+        return sum(s.num_targets for s in self.sequences)
+
+
+def loss_denominator(sequences: SequenceOf[Sequence], loss_norm: LossNorm) -> int:
+    """Return what the summed loss of a global batch is divided by; 0 if it has no target at all."""
+    if loss_norm == "token":
+        return sum(s.num_targets for s in sequences)
+    return sum(s.num_targets > 0 for s in sequences)
+
+
+def chunk_chains(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
+    """Group chunk indices into chains: the chunks of one split sequence by context, every other chunk alone.
+
+    Chains come in the order of their first chunk.
+    """
+    chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for index, chunk in enumerate(chunks):
+        piece = chunk.split_slice(sequences)
+        key = ("chunk", index) if piece is None else ("sequence", piece.sequence)
+        chains.setdefault(key, []).append((0 if piece is None else piece.start, index))
+    return [tuple(index for _, index in sorted(members)) for members in chains.values()]

@@ -1,0 +1,37 @@
+"""Profiles: what a model costs on a device, in seconds and in bytes."""
+
+from infinipipe.profiles.models import ARCHITECTURES, PRESETS, read_model
+from infinipipe.profiles.profile import (
+    Bytes,
+    Curve,
+    Device,
+    DType,
+    LayerTime,
+    Line,
+    Profile,
+    Sample,
+    Times,
+    encode_profile,
+    profile_sha256,
+    read_profile,
+    write_profile,
+)
+
+__all__ = [
+    "ARCHITECTURES",
+    "PRESETS",
+    "Bytes",
+    "Curve",
+    "DType",
+    "Device",
+    "LayerTime",
+    "Line",
+    "Profile",
+    "Sample",
+    "Times",
+    "encode_profile",
+    "profile_sha256",
+    "read_model",
+    "read_profile",
+    "write_profile",
+]

@@ -1,0 +1,144 @@
+"""Model shapes: the presets, and Hugging Face configs read without transformers or torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from infinipipe.errors import InputError
+from infinipipe.ir import Model
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""Every layer of these is dense softmax attention and an MLP, which is what the runtime can segment."""
+
+
+def _llama(layers: int, hidden: int, heads: int, intermediate: int, vocabulary: int = 32000, **more: Any) -> dict[str, Any]:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2**20,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    }
+    return config | more
+
+
+def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, intermediate, 151936) | {
+        "model_type": "qwen3",
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    }
+
+
+# Shapes as published by Touvron et al. 2023 (LLaMA 7B to 65B, here 70B with 8 K/V heads as in Llama 2),
+# Meta (Llama 3) and Qwen (Qwen3). `tiny` is ours: small enough to train on a laptop's CPU, its vocabulary is bytes.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": _llama(8, 128, 4, 256, 256, num_key_value_heads=2),
+    "llama-7b": _llama(32, 4096, 32, 11008),
+    "llama-13b": _llama(40, 5120, 40, 13824),
+    "llama-30b": _llama(60, 6656, 52, 17920),
+    "llama-70b": _llama(80, 8192, 64, 28672, num_key_value_heads=8),
+    "llama3-8b": _llama(32, 4096, 32, 14336, 128256, num_key_value_heads=8, rope_theta=500000.0),
+    "llama3-70b": _llama(80, 8192, 64, 28672, 128256, num_key_value_heads=8, rope_theta=500000.0),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+}
+
+
+def read_model(name: str) -> Model:
+    """Return the shape of a preset, a Hugging Face model directory or a `config.json`.
+
+    Raises:
+        InputError: there is no such model, or its layers cannot be segmented.
+    """
+    if name in PRESETS:
+        return model_from_config(name, PRESETS[name])
+    path = Path(name)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{name}: no such model: give a preset ({', '.join(PRESETS)}), a model directory or a config.json") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not a Hugging Face config: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: not a Hugging Face config: a JSON object is expected")
+    return model_from_config(name, config)
+
+
+def model_from_config(name: str, config: dict[str, Any]) -> Model:
+    """Read the shape out of a Hugging Face config; see `read_model`."""
+    config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
+    kind = str(config.get("model_type", "none"))
+    if kind not in ARCHITECTURES:
+        raise InputError(f"{name}: architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    _refuse_unsegmentable(name, config)
+
+    def size(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{name}: {key} in the config must be a positive integer, not {value!r}")
+        return value
+
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    kv_heads = size("num_key_value_heads", heads)
+    head_dim = size("head_dim", 128 if kind == "qwen3" else hidden // heads)
+    if heads % kv_heads:
+        raise InputError(f"{name}: {heads} attention heads cannot share {kv_heads} K/V heads evenly")
+    intermediate = size("intermediate_size")
+    return Model(
+        name=name,
+        config=json.dumps(config, sort_keys=True, separators=(",", ":")),
+        architecture=kind,
+        num_layers=size("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary_size=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        layer_parameters=_layer_parameters(kind, config, hidden, intermediate, heads * head_dim, kv_heads * head_dim, head_dim),
+    )
+
+
+def _layer_parameters(
+    kind: str, config: dict[str, Any], hidden: int, intermediate: int, query: int, kv: int, head_dim: int
+) -> int:
+    attention = 2 * hidden * query + 2 * hidden * kv
+    if kind == "qwen2":
+        attention += query + 2 * kv
+    elif config.get("attention_bias"):
+        attention += query + 2 * kv + hidden
+    norms = 2 * hidden + (2 * head_dim if kind == "qwen3" else 0)
+    mlp = 3 * hidden * intermediate + (2 * intermediate + hidden if kind == "llama" and config.get("mlp_bias") else 0)
+    return attention + mlp + norms
+
+
+def _refuse_unsegmentable(name: str, config: dict[str, Any]) -> None:
+    """Refuse what would be computed wrongly for a slice or a packed neighbour."""
+    mistral = config["model_type"] == "mistral"
+    window = config.get("sliding_window", 4096 if mistral else None)  # Mistral's own default is a window
+    if (window and config.get("use_sliding_window", mistral)) or "sliding_attention" in (config.get("layer_types") or ()):
+        raise InputError(f"{name}: sliding-window attention is not supported; set sliding_window to null in its config")
+    if config.get("attention_dropout"):
+        raise InputError(f"{name}: attention_dropout is not supported; set it to 0 in its config")
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in ("dynamic", "longrope"):
+            raise InputError(f"{name}: {kind} rope depends on the length at hand, so slices of a sequence would disagree; use another rope_type")

@@ -1,0 +1,178 @@
+"""A profile: what one device needs, in time and in bytes, for the parts of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from infinipipe.errors import InputError
+from infinipipe.ir import Model
+
+PROFILE_FORMAT_VERSION = 1
+
+DType = Literal["float32", "bfloat16"]
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The device a profile speaks of."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    """Usable by one rank."""
+    num_devices: int
+    """On one machine; on a CPU a device is one core."""
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds over a chunk's tokens, linear between the measured sizes and beyond the last."""
+
+    tokens: tuple[int, ...]
+    """Ascending, at least two."""
+    seconds: tuple[float, ...]
+
+
+class LayerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Time of one decoder layer: `curve(tokens) + s_per_pair * pairs + s_per_slice * slices` (design, section 5)."""
+
+    curve: Curve
+    s_per_pair: float
+    s_per_slice: float
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A constant plus a rate; the field that holds one names its units."""
+
+    constant: float
+    rate: float
+
+
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds on one device."""
+
+    layer_forward: LayerTime
+    layer_backward: LayerTime
+    """Without recompute."""
+    layer_recompute: LayerTime
+    """What dropping a layer's activations adds to its backward."""
+    chunk_forward_s: float
+    """Per chunk and stage, whatever its size."""
+    chunk_backward_s: float
+    embedding_forward: Curve
+    embedding_backward: Curve
+    head_forward: Curve
+    """Final norm, head, loss and the head's gradients, which are all computed in F."""
+    head_backward: Curve
+    optimizer_s: Line
+    """Per parameter of the stage."""
+    transfer_s: Line
+    """Per byte between neighbouring stages."""
+
+
+class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes on one device. Everything `_per_token` is per token of the chunk unless it says otherwise."""
+
+    static_per_parameter: int
+    """Parameter, gradient and optimizer state."""
+    activation_per_token: int
+    """The tensor that travels between stages, and each layer's input."""
+    layer_full_per_token: float
+    """Kept by a layer that is not recomputed, its input included, without K and V."""
+    layer_kv_per_token: int
+    """K and V of one layer; kept with the chunk for whole sequences, in the slot for split ones."""
+    layer_kv_grad_per_token: int
+    """Gradients of K and V of one layer for a split sequence, per token of the sequence."""
+    chunk_per_token: float
+    """Kept once per chunk on every stage: positions and rotary tables."""
+    embedding_per_token: float
+    """Kept on the first stage besides."""
+    head_per_token: float
+    """Kept on the last stage besides."""
+    layer_forward_peak: Line
+    """What a layer's F needs for a moment above what it keeps, per token."""
+    layer_backward_peak: Line
+    """What a layer's B needs for a moment, per token."""
+    context_per_token: float
+    """What a layer's B needs for a moment per token of a split slice's context."""
+    embedding_backward_peak: Line
+    head_forward_peak: Line
+    """Without logits, per token."""
+    logits_per_token: float
+    """Per token of one piece of logits."""
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One raw measurement of a layer and what the fitted model says of it."""
+
+    op: Literal["forward", "backward", "recompute"]
+    slices: tuple[tuple[int, int], ...]
+    """(start, length) of each."""
+    seconds: float
+    fitted_s: float
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything the planner knows of a device and a model."""
+
+    format_version: int
+    infinipipe_version: str
+    source: Literal["measured", "analytic"]
+    created: str
+    """ISO 8601, UTC."""
+    software: dict[str, str]
+    device: Device
+    model: Model
+    dtype: DType
+    times: Times
+    bytes: Bytes
+    samples: tuple[Sample, ...]
+
+
+def encode_profile(profile: Profile) -> bytes:
+    """Return the profile as canonical JSON; its sha256 names the profile."""
+    return msgspec.json.encode(profile, order="deterministic")
+
+
+def profile_sha256(profile: Profile) -> str:
+    """Return the digest that a plan records."""
+    return hashlib.sha256(encode_profile(profile)).hexdigest()
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        InputError: there is no such file, or it is not a profile of this format.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"{path}: {reason}; make a profile with `infinipipe profile`, or name one with --profile") from None
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != PROFILE_FORMAT_VERSION:
+            raise InputError(
+                f"{path}: profile format {version}, this infinipipe reads format {PROFILE_FORMAT_VERSION}; profile again"
+            )
+        return msgspec.json.decode(data, type=Profile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path}: not a profile: {error}; make one with `infinipipe profile`") from None
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile as indented JSON, complete or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(msgspec.json.format(encode_profile(profile), indent=2) + b"\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise InputError(f"{path}: {error.strerror}; choose another file with --output") from None
+
+
+class _Version(msgspec.Struct):
+    format_version: int
