@@ -1,0 +1,49 @@
+# `make demo` and `make test` need python3 (3.11 or newer), make and pip. Everything stays inside this folder.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+export PYTHONNOUSERSITE := 1
+export PIP_USER := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check format wheel docs clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Build the wheel, install it apart from the source tree and import it from there.
+wheel: $(INSTALLED)
+	rm -rf build/wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m pip install --quiet --no-deps --target build/wheel/site build/wheel/infinipipe-*.whl
+	cd build/wheel/site && PYTHONPATH=. ../../../$(BIN)/python -P -m infinipipe --version
+	test -f build/wheel/site/infinipipe/py.typed
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/make_cli.py > docs/cli.md
+
+clean:
+	rm -rf .venv build dist demo
+
+# Made once; again only when what it holds changes.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) is older than 3.11; name a newer one with make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing InfiniPipe and its dependencies into .venv (once; PyTorch is large)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
