@@ -129,7 +129,7 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
         return layer_seconds(time, tokens, loads.pairs, loads.slices)
 
     full = tokens * sizes.layer_full_per_token + np.where(loads.whole, tokens * sizes.layer_kv_per_token, 0)
-    activation = tokens * float(sizes.activation_per_token)
+    activation: Floats = np.multiply(tokens, sizes.activation_per_token, dtype=np.float64)
     piece = np.minimum(tokens, logits_tokens) * sizes.logits_per_token
     forward_peak = sizes.layer_forward_peak.constant + sizes.layer_forward_peak.rate * tokens
     head_peak = sizes.head_forward_peak.constant + sizes.head_forward_peak.rate * tokens + piece
@@ -149,7 +149,7 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
         + first * curve_seconds(times.embedding_backward, tokens)
         + last * curve_seconds(times.head_backward, tokens),
         recompute_s=layer(times.layer_recompute),
-        transfer_s=times.transfer_s.constant + times.transfer_s.rate * activation,
+        transfer_s=np.asarray(times.transfer_s.constant + times.transfer_s.rate * activation),
         kept_bytes=layers * full
         + tokens * (sizes.chunk_per_token + first * sizes.embedding_per_token + last * sizes.head_per_token),
         saved_bytes=full - activation,
@@ -227,9 +227,7 @@ def replay_memory(
     return MemoryTrace(during=during, after=after)
 
 
-def _buffer_bytes(
-    costs: Costs, order: SequenceOf[int], done: int, running: bool, receives: bool, sends: bool
-) -> float:
+def _buffer_bytes(costs: Costs, order: SequenceOf[int], done: int, running: bool, receives: bool, sends: bool) -> float:
     """Bytes of one direction's transfers while an op runs: one posted ahead, one that may not have left yet."""
     upcoming, total = done + running, 0.0
     if receives and upcoming < len(order):
@@ -237,4 +235,3 @@ def _buffer_bytes(
     if sends and done > 0:
         total += float(costs.activation_bytes[order[done - 1]])
     return total
-

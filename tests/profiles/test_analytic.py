@@ -1,0 +1,112 @@
+"""The data-sheet profiles say what their data sheets imply."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from infinipipe.errors import InputError
+from infinipipe.ir import Model
+from infinipipe.profiles import PRESETS, Profile, profile_sha256, read_model
+from infinipipe.profiles.analytic import DEVICES, analytic_profile
+from infinipipe.profiles.cost import curve_seconds
+
+PEAK_FLOPS = {"a800-80g": 312e12, "a100-80g": 312e12, "h100-80g": 989e12, "h200-141g": 989e12}
+
+
+def layer_seconds(profile: Profile, tokens: int) -> float:
+    return float(curve_seconds(profile.times.layer_forward.curve, np.array([tokens]))[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_chunks_reach_a_plausible_share_of_the_peak(device: str) -> None:
+    model = read_model("llama-7b")
+    profile = analytic_profile(model, device)
+    share = 2 * 16384 * model.layer_parameters / layer_seconds(profile, 16384) / PEAK_FLOPS[device]
+    assert 0.5 < share < 0.78
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_chunks_are_less_efficient(device: str) -> None:
+    profile = analytic_profile(read_model("llama-7b"), device)
+    per_token = [layer_seconds(profile, tokens) / tokens for tokens in (128, 512, 2048, 8192)]
+    assert per_token == sorted(per_token, reverse=True)
+    assert per_token[0] > 2 * per_token[-1]
+
+
+def test_attention_of_7b_costs_what_flash_attention_does() -> None:
+    times = analytic_profile(read_model("llama-7b"), "a800-80g").times
+    # 4 * 4096 flops per pair at 0.60 of 312 TFLOP/s; five products backward for two forward, at 0.52
+    assert times.layer_forward.s_per_pair == pytest.approx(16384 / (0.60 * 312e12))
+    assert times.layer_backward.s_per_pair == pytest.approx(40960 / (0.52 * 312e12))
+    assert times.layer_recompute == times.layer_forward
+
+
+def test_links_differ_where_the_data_sheets_do() -> None:
+    a800, a100 = (analytic_profile(read_model("llama-7b"), name) for name in ("a800-80g", "a100-80g"))
+    assert a800.times.transfer_s.rate == pytest.approx(1.5 * a100.times.transfer_s.rate)
+    assert a800.times.layer_forward == a100.times.layer_forward
+
+
+def test_bytes_of_7b() -> None:
+    sizes = analytic_profile(read_model("llama-7b"), "a800-80g").bytes
+    assert sizes.static_per_parameter == 18
+    assert sizes.activation_per_token == 2 * 4096
+    assert sizes.layer_kv_per_token == 2 * 2 * 4096
+    assert sizes.layer_kv_grad_per_token == 2 * 4 * 4096
+    # Two float32 norms, q, the attention's output and its log-sum-exp, four products of the MLP.
+    assert sizes.layer_full_per_token == 2 * (8 * 4096 + 4) + 4 * 4096 + 4 * 32 + 8 * 11008
+
+
+def test_bytes_are_those_that_autograd_saves() -> None:
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    shape = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**shape, num_hidden_layers=1, vocab_size=100, attn_implementation="sdpa")
+    layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+    hidden = torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+    rotary = LlamaRotaryEmbedding(config)(hidden, torch.arange(32)[None])
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *rotary)}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(hidden, position_embeddings=rotary, attention_mask=None)
+    assert output.shape == hidden.shape
+    sizes = analytic_profile(tiny_like(shape), "a800-80g").bytes
+    assert sum(saved.values()) / 32 == sizes.layer_full_per_token + sizes.layer_kv_per_token
+
+
+def tiny_like(shape: dict[str, int]) -> Model:
+    return msgspec.structs.replace(
+        read_model("tiny"),
+        hidden_size=shape["hidden_size"],
+        intermediate_size=shape["intermediate_size"],
+        num_heads=shape["num_attention_heads"],
+        num_kv_heads=shape["num_key_value_heads"],
+        head_dim=16,
+    )
+
+
+def test_memory_is_less_than_the_data_sheet() -> None:
+    memory = [analytic_profile(read_model("tiny"), device).device.memory_bytes / 2**30 for device in DEVICES]
+    assert memory == [77, 77, 77, 137]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_round_trips_and_never_changes(preset: str) -> None:
+    profile = analytic_profile(read_model(preset), "h100-80g")
+    assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
+    assert profile_sha256(profile) == profile_sha256(analytic_profile(read_model(preset), "h100-80g"))
+    assert (profile.source, profile.dtype, profile.device.num_devices) == ("analytic", "bfloat16", 8)
+
+
+def test_unknown_device_is_named() -> None:
+    with pytest.raises(InputError, match=r"--analytic v100: no such device; known are a800-80g, a100-80g"):
+        analytic_profile(read_model("tiny"), "v100")

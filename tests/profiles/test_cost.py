@@ -1,0 +1,172 @@
+"""Seconds and bytes from a profile with round numbers, checked by hand."""
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from infinipipe.ir import Chunk, Op, OpKind, Sequence, Slice, Stage
+from infinipipe.profiles import Curve, LayerTime, Line, Profile, read_model
+from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.profiles.cost import (
+    chunk_costs,
+    chunk_loads,
+    curve_seconds,
+    layer_seconds,
+    logits_tokens,
+    optimizer_seconds,
+    replay_memory,
+    stage_parameters,
+    static_bytes,
+)
+
+FIRST = Stage(first_layer=0, num_layers=2, embedding=True, head=False)
+LAST = Stage(first_layer=2, num_layers=3, embedding=False, head=True)
+ATTENTION_ONLY = LayerTime(curve=Curve(tokens=(1, 2), seconds=(0.0, 0.0)), s_per_pair=1.0, s_per_slice=0.0)
+
+
+def round_profile() -> Profile:
+    profile = analytic_profile(read_model("tiny"), "a800-80g")
+    sizes = msgspec.structs.replace(
+        profile.bytes,
+        static_per_parameter=16,
+        activation_per_token=10,
+        layer_full_per_token=100.0,
+        layer_kv_per_token=20,
+        layer_kv_grad_per_token=40,
+        chunk_per_token=1.0,
+        embedding_per_token=2.0,
+        head_per_token=3.0,
+        layer_forward_peak=Line(constant=7.0, rate=5.0),
+        layer_backward_peak=Line(constant=9.0, rate=6.0),
+        context_per_token=4.0,
+        embedding_backward_peak=Line(constant=0.0, rate=1.0),
+        head_forward_peak=Line(constant=11.0, rate=8.0),
+        logits_per_token=1000.0,
+    )
+    return msgspec.structs.replace(profile, bytes=sizes)
+
+
+def attention(*slices: tuple[int, int]) -> float:
+    chunk = Chunk((*(Slice(i, start, length) for i, (start, length) in enumerate(slices)),))
+    values: list[NDArray[np.int64]] = [
+        np.array([chunk.num_tokens]),
+        np.array([chunk.num_pairs]),
+        np.array([len(slices)]),
+    ]
+    return float(layer_seconds(ATTENTION_ONLY, *values)[0])
+
+
+def test_one_long_sequence_has_twice_the_attention_of_two_halves() -> None:
+    assert attention((0, 1024)) == 524_800
+    assert attention((0, 1024)) == pytest.approx(2 * (attention((0, 512)) + attention((0, 512))), rel=1e-3)
+
+
+def test_four_equal_slices_cost_1_3_5_7() -> None:
+    costs = [attention((start, 1024)) for start in range(0, 4096, 1024)]
+    assert [cost / costs[0] for cost in costs] == pytest.approx([1, 3, 5, 7], rel=4e-3)
+    assert sum(costs) == attention((0, 4096))
+
+
+def test_a_pack_costs_the_sum_of_its_parts() -> None:
+    assert attention((0, 512), (0, 512)) == 2 * attention((0, 512)) < attention((0, 1024))
+    assert attention((5, 3), (0, 7), (0, 2)) == attention((5, 3)) + attention((0, 7)) + attention((0, 2))
+
+
+def test_curve_is_flat_below_its_first_size_and_straight_beyond_its_last() -> None:
+    curve = Curve(tokens=(10, 20, 40), seconds=(1.0, 2.0, 5.0))
+    assert curve_seconds(curve, np.array([1, 10, 15, 30, 40, 60])).tolist() == [1.0, 1.0, 1.5, 3.5, 5.0, 8.0]
+    falling = Curve(tokens=(10, 20), seconds=(2.0, 1.0))
+    assert curve_seconds(falling, np.array([30])).tolist() == [1.0]
+
+
+def test_parameters_count_embedding_head_and_a_tied_copy_once() -> None:
+    model = read_model("tiny")
+    assert stage_parameters(model, FIRST) == 2 * model.layer_parameters + 256 * 128
+    assert stage_parameters(model, LAST) == 3 * model.layer_parameters + 256 * 128 + 128
+    whole = Stage(first_layer=0, num_layers=8, embedding=True, head=True)
+    tied = msgspec.structs.replace(model, tied=True)
+    assert stage_parameters(model, whole) - stage_parameters(tied, whole) == 256 * 128
+    assert stage_parameters(tied, LAST) == stage_parameters(model, LAST)
+    profile = round_profile()
+    assert static_bytes(profile, FIRST) == 16 * stage_parameters(model, FIRST)
+    line = profile.times.optimizer_s
+    assert optimizer_seconds(profile, LAST) == line.constant + line.rate * stage_parameters(model, LAST)
+
+
+def test_logits_pieces_shrink_with_the_vocabulary() -> None:
+    assert [logits_tokens(v) for v in (256, 32000, 151936, 10**7)] == [1024, 1024, 441, 64]
+
+
+def test_chunk_costs_by_hand() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 12, 11), Sequence(1, 3, 2))
+    chunks = (Chunk((Slice(0, 0, 8),)), Chunk((Slice(0, 8, 4), Slice(1, 0, 3))))
+    loads = chunk_loads(chunks, sequences)
+    assert loads.tokens.tolist() == [8, 7]
+    assert loads.pairs.tolist() == [36, 42 + 6]
+    assert (loads.slices.tolist(), loads.context.tolist()) == ([1, 2], [0, 8])
+    assert (loads.whole.tolist(), loads.split.tolist()) == ([False, True], [0, 0])
+    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=4)
+    times = profile.times
+    forward = layer_seconds(times.layer_forward, loads.tokens, loads.pairs, loads.slices)
+    assert costs.forward_s[0] == pytest.approx(
+        times.chunk_forward_s + 2 * forward + curve_seconds(times.embedding_forward, loads.tokens)
+    )
+    assert costs.forward_s[1] == pytest.approx(
+        times.chunk_forward_s + 3 * forward + curve_seconds(times.head_forward, loads.tokens)
+    )
+    # A split-only chunk keeps no K and V of its own: they stay in the slot.
+    assert costs.kept_bytes[0].tolist() == [8 * (2 * 100 + 1 + 2), 7 * (2 * 120 + 1 + 2)]
+    assert costs.kept_bytes[1].tolist() == [8 * (3 * 100 + 1 + 3), 7 * (3 * 120 + 1 + 3)]
+    assert costs.saved_bytes.tolist() == [8 * 90, 7 * 110]
+    assert costs.forward_peak_bytes[0].tolist() == [7 + 40, 7 + 35]
+    assert costs.forward_peak_bytes[1].tolist() == [11 + 64 + 4000, 11 + 56 + 4000]
+    assert costs.backward_peak_bytes[1].tolist() == [9 + 48, 9 + 42 + 32]
+    assert costs.activation_bytes.tolist() == [80, 70]
+
+
+def program(text: str) -> list[Op]:
+    return [Op(OpKind(word[0]), int(word[1:])) for word in text.split()]
+
+
+def test_memory_of_a_split_sequence_by_hand() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 12, 11),)
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(0, 8, 4),))), sequences)
+    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=1024)
+    trace = replay_memory(profile, (FIRST, LAST), 0, sequences, loads, costs, program("F0 F1 B1 B0"), (1, 0))
+    static = static_bytes(profile, FIRST)
+    slot, grads = 2 * 12 * 20, 2 * 12 * 40
+    kept = (8 * 203 - 8 * 90, 4 * 203)
+    assert (trace.after - static).tolist() == [slot + kept[0], slot + sum(kept), slot + grads + kept[0], 0]
+    during = [
+        slot + kept[0] + 47 + 40,  # and the first gradient's receive
+        slot + sum(kept) + 27 + 40 + 80,  # and F0's send
+        slot + grads + sum(kept) + 9 + 24 + 32 + 40 + 80 + 40,  # and F1's send, the next receive, B1's own gradient
+        slot + grads + kept[0] + 9 + 48 + 40 + 80,
+    ]
+    assert (trace.during - static).tolist() == during
+
+
+def test_full_recompute_brings_one_layer_back_and_partial_does_not() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 8, 7),)
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)),), sequences)
+    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=1024)
+    peaks = [
+        replay_memory(profile, (FIRST, LAST), 0, sequences, loads, costs, program("F0 B0"), (r,)).during[1]
+        for r in (0, 1, 2)
+    ]
+    assert peaks[0] - peaks[1] == 8 * 110
+    assert peaks[2] == peaks[1]
+
+
+def test_weight_gradients_apart_keep_the_activations_until_w() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 8, 7),)
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)),), sequences)
+    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=1024)
+    trace = replay_memory(profile, (FIRST, LAST), 1, sequences, loads, costs, program("F0 I0 W0"), (0,))
+    kept = float(costs.kept_bytes[1, 0])
+    assert (trace.after - static_bytes(profile, LAST)).tolist() == [kept, kept, 0]
