@@ -133,7 +133,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def encode_profile(profile: Profile) -> bytes:
     """Return the profile as canonical JSON; its sha256 names the profile."""
-    return msgspec.json.encode(profile, order="deterministic")
+    return msgspec.json.encode(profile, order="sorted")
 
 
 def profile_sha256(profile: Profile) -> str:

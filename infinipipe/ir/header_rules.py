@@ -1,0 +1,104 @@
+"""Rules of a plan's header. A broken one raises `VerifyError`.
+
+They run in the order of `HEADER_RULES`. The first line of a rule's docstring is what
+`infinipipe verify` says it has checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+import msgspec
+
+from infinipipe.errors import VerifyError
+from infinipipe.ir.plan import FORMAT_VERSION, Header
+
+
+def check_header_version(header: Header) -> None:
+    """The format is the one this program knows."""
+    if header.format_version != FORMAT_VERSION:
+        raise VerifyError(f"header: format {header.format_version}, not {FORMAT_VERSION}")
+
+
+def check_model(header: Header) -> None:
+    """The model has a shape, and its config is a JSON object."""
+    model = header.model
+    for field in msgspec.structs.fields(model):
+        value = getattr(model, field.name)
+        if field.type is int and value < 1:
+            raise VerifyError(f"header: the model's {field.name} is {value}, not positive")
+    if model.num_heads % model.num_kv_heads:
+        raise VerifyError(f"header: {model.num_heads} heads cannot share {model.num_kv_heads} key-value heads evenly")
+    try:
+        msgspec.json.decode(model.config, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError):
+        raise VerifyError("header: the model's config is not a JSON object") from None
+
+
+def check_stages(header: Header) -> None:
+    """Stages cover the layers in order, each at least one; the first embeds, the last has the head."""
+    stages, layer = header.stages, 0
+    if not stages:
+        raise VerifyError("header: there is no stage")
+    for number, stage in enumerate(stages):
+        if stage.first_layer != layer or stage.num_layers < 1:
+            raise VerifyError(
+                f"header: stage {number} has {stage.num_layers} layers from {stage.first_layer}; "
+                f"expected at least one, from {layer}"
+            )
+        if stage.embedding != (number == 0) or stage.head != (number == len(stages) - 1):
+            raise VerifyError(f"header: stage {number}: the first stage embeds, the last has the head, no other does")
+        layer += stage.num_layers
+    if layer != header.model.num_layers:
+        raise VerifyError(f"header: the stages hold {layer} layers, the model has {header.model.num_layers}")
+
+
+def check_header_numbers(header: Header) -> None:
+    """Counts, limits and lengths of the header are possible."""
+    least = {
+        "num_replicas": (header.num_replicas, 1),
+        "batch_size": (header.batch_size, 1),
+        "num_steps": (header.num_steps, 1),
+        "seed": (header.seed, 0),
+        "max_length": (1 if header.max_length is None else header.max_length, 1),
+        "logits_tokens": (header.logits_tokens, 1),
+        "dataset.num_sequences": (header.dataset.num_sequences, 1),
+        "dataset.num_tokens": (header.dataset.num_tokens, header.dataset.num_sequences),
+        "dataset.num_truncated": (header.dataset.num_truncated, 0),
+    }
+    for name, (value, minimum) in least.items():
+        if value < minimum:
+            raise VerifyError(f"header: {name} is {value}, less than {minimum}")
+
+
+def check_memory_limits(header: Header) -> None:
+    """Every stage has a memory limit."""
+    limits = header.memory_limit_bytes
+    if len(limits) != len(header.stages) or any(limit < 1 for limit in limits):
+        raise VerifyError(
+            f"header: {len(limits)} memory limits for {len(header.stages)} stages, or one is not positive"
+        )
+
+
+def check_digests(header: Header) -> None:
+    """The profile is the one whose digest is given; the dataset's digest is one."""
+    if not re.fullmatch("[0-9a-f]{64}", header.dataset.sha256):
+        raise VerifyError("header: dataset.sha256 is not a sha256")
+    try:
+        profile = msgspec.msgpack.decode(header.profile, type=dict[str, object])
+        found = hashlib.sha256(msgspec.json.encode(profile, order="sorted")).hexdigest()
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        raise VerifyError("header: the profile is not a map of plain data") from None
+    if found != header.profile_sha256:
+        raise VerifyError("header: profile_sha256 is not the digest of the profile")
+
+
+HEADER_RULES = (
+    check_header_version,
+    check_model,
+    check_stages,
+    check_header_numbers,
+    check_memory_limits,
+    check_digests,
+)

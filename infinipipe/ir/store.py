@@ -1,0 +1,245 @@
+"""The plan file: a stream of msgpack objects that any msgpack reader can walk.
+
+    header map | step map, one per step | index map | trailer (bin)
+
+The index holds the offset and the crc32 of the header and of every step, the sha256 of all
+bytes before it, and the plan's totals. The trailer has a fixed size, so that it is found from
+the end of the file; it holds the index's offset and crc32, and a crc32 of itself. So every
+byte is covered: header, index and trailer are checked on opening, a step when it is read,
+and `PlanReader.check_all` checks the digest of the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Self, TypeVar
+
+import msgspec
+
+from infinipipe.errors import PlanFileError
+from infinipipe.ir import layout
+from infinipipe.ir.layout import Index, Totals
+from infinipipe.ir.plan import Header, Step
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 1 << 20
+
+
+class PlanWriter:
+    """Writes a plan under a temporary name and renames it when all steps are there.
+
+    A context manager. On an error the temporary file is removed, and a plan that was there before stays.
+
+    Raises:
+        PlanFileError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self.header = header
+        self.totals = Totals()
+        self._temporary = path.with_name(path.name + ".partial")
+        self._encoder = msgspec.msgpack.Encoder()
+        self._digest = hashlib.sha256()
+        self._offsets, self._crc32s = bytearray(), bytearray()
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        with self._mapped_errors():
+            if self.path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            self._file = self._temporary.open("wb")
+            self._write_object(self._encoder.encode(self.header))
+        return self
+
+    def append(self, step: Step) -> None:
+        """Write the next step."""
+        assert step.index == self.totals.num_steps < self.header.num_steps, "steps come in order, as many as promised"
+        with self._mapped_errors():
+            self._write_object(self._encoder.encode(step))
+        self.totals = self.totals.plus(step)
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                with self._mapped_errors():
+                    self._complete()
+        finally:
+            # Closing flushes, which can fail as well; what stopped us first is what the user must hear of.
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _write_object(self, data: bytes) -> None:
+        self._offsets += self._size.to_bytes(8)
+        self._crc32s += zlib.crc32(data).to_bytes(4)
+        self._digest.update(data)
+        self._size += len(data)
+        self._file.write(data)
+
+    def _complete(self) -> None:
+        assert self.totals.num_steps == self.header.num_steps, "a plan is complete with all its steps"
+        index = self._encoder.encode(
+            Index(
+                offsets=bytes(self._offsets),
+                crc32s=bytes(self._crc32s),
+                sha256=self._digest.hexdigest(),
+                totals=self.totals,
+            )
+        )
+        self._file.write(index + layout.make_trailer(self._size, index))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._temporary.replace(self.path)
+        _sync_folder(self.path.parent)
+
+    @contextlib.contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise PlanFileError(f"{layout.shown(self.path)}: {reason}; choose another file with --output") from None
+
+
+class PlanReader:
+    """An open plan file. A context manager; `open_plan` makes one.
+
+    Raises:
+        PlanFileError: the file is missing, damaged, truncated, foreign, or of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _open_regular(path)
+        try:
+            self._index_offset, index = _read_index(path, self._file)
+            self._offsets, self._crc32s = layout.unpack_index(path, index, self._index_offset)
+            self.sha256, self.totals = index.sha256, index.totals
+            self.header = self._decoded(0, Header, "header")
+            if self.header.num_steps != self.num_steps or self.totals.num_steps != self.num_steps:
+                raise layout.damaged(path, f"the file holds {self.num_steps} steps, its header promises another number")
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in the file."""
+        return len(self._offsets) - 1
+
+    def step(self, index: int) -> Step:
+        """Read and check one step, without the others.
+
+        Raises:
+            PlanFileError: there is no such step, or it is damaged.
+        """
+        if not 0 <= index < self.num_steps:
+            raise PlanFileError(
+                f"{layout.shown(self.path)}: no step {index}; choose 0 to {self.num_steps - 1} with --step"
+            )
+        step = self._decoded(index + 1, Step, f"step {index}")
+        if step.index != index:
+            raise layout.damaged(self.path, f"step {index} says it is step {step.index}")
+        return step
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self.step, range(self.num_steps))
+
+    def check_all(self) -> None:
+        """Check the digest of everything before the index, a block at a time.
+
+        Raises:
+            PlanFileError: the bytes are not those that were written.
+        """
+        digest, start = hashlib.sha256(), 0
+        while start < self._index_offset:
+            block = self._read(start, min(_BLOCK_BYTES, self._index_offset - start))
+            if not block:
+                raise layout.damaged(self.path, "the file was cut short while it was read")
+            digest.update(block)
+            start += len(block)
+        if digest.hexdigest() != self.sha256:
+            raise layout.damaged(self.path, "its sha256 does not match its content")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return _read_at(self.path, self._file, offset, size)
+
+    def _decoded(self, number: int, type_: type[T], what: str) -> T:
+        start = self._offsets[number]
+        stop = self._offsets[number + 1] if number < self.num_steps else self._index_offset
+        data = self._read(start, stop - start)
+        if zlib.crc32(data) != self._crc32s[number]:
+            raise layout.damaged(self.path, f"the checksum of its {what} does not match")
+        return layout.decode(self.path, data, type_, what)
+
+
+def open_plan(path: Path) -> PlanReader:
+    """Open a plan file; its header, index and trailer are checked.
+
+    Raises:
+        PlanFileError: the file is missing, damaged, truncated, foreign, or of another format.
+    """
+    return PlanReader(path)
+
+
+def _read_index(path: Path, file: BinaryIO) -> tuple[int, Index]:
+    """Find the index from the end of the file; return its offset and content."""
+    layout.check_opening(path, _read_at(path, file, 0, layout.OPENING_BYTES))
+    trailer_offset = os.fstat(file.fileno()).st_size - layout.TRAILER_BYTES
+    trailer = _read_at(path, file, max(0, trailer_offset), layout.TRAILER_BYTES)
+    offset = layout.parse_trailer(path, trailer, trailer_offset)
+    data = _read_at(path, file, offset, trailer_offset - offset)
+    if trailer != layout.make_trailer(offset, data):
+        raise layout.damaged(path, "the checksum of its index does not match")
+    return offset, layout.decode(path, data, Index, "index")
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        # Opening a pipe would wait for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise PlanFileError(f"{layout.shown(path)}: not a regular file; make a plan with `infinipipe compile`")
+        return path.open("rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanFileError(f"{layout.shown(path)}: {reason}; make a plan with `infinipipe compile`") from None
+
+
+def _read_at(path: Path, file: BinaryIO, offset: int, size: int) -> bytes:
+    try:
+        # Not seek and read: threads may share a reader.
+        return os.pread(file.fileno(), size, offset)
+    except (OSError, MemoryError) as error:
+        raise layout.damaged(path, f"cannot read {size} bytes: {error}") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in a folder last; a file system that cannot is not an error."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
