@@ -67,10 +67,13 @@ class Example:
 class Dataset:
     """A checked dataset: counts of every row at hand, contents at random."""
 
-    def __init__(self, path: Path, info: DatasetInfo, rows: Rows, lines: _Lines, max_length: int | None) -> None:
+    def __init__(
+        self, path: Path, info: DatasetInfo, rows: Rows, num_cut_tokens: int, lines: _Lines, max_length: int | None
+    ) -> None:
         self.path = path
         self.info = info
         self.rows = rows
+        self.num_cut_tokens = num_cut_tokens
         self._lines = lines
         self._max_length = max_length
         self._plain: IO[bytes] | None = None
@@ -139,7 +142,7 @@ def open_dataset(
         num_tokens=int(rows.lengths.sum()),
         num_truncated=scan.num_truncated,
     )
-    return Dataset(path, info, rows, lines, max_length)
+    return Dataset(path, info, rows, scan.num_cut_tokens, lines, max_length)
 
 
 class _Line(msgspec.Struct):
@@ -259,6 +262,7 @@ class _Scan:
 
     def __init__(self, lines: _Lines, max_length: int | None) -> None:
         self.num_truncated = 0
+        self.num_cut_tokens = 0
         self._lines = lines
         self._max_length = _MAX_LENGTH if max_length is None else max_length
         self._lengths, self._targets, self._offsets = array("q"), array("q"), array("q")
@@ -326,6 +330,7 @@ class _Scan:
 
     def _cut(self, length: int) -> int:
         self.num_truncated += length > self._max_length
+        self.num_cut_tokens += max(0, length - self._max_length)
         return min(length, self._max_length)
 
 

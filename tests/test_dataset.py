@@ -47,7 +47,7 @@ def test_truncation_counts_targets_within_the_cut(tmp_path: Path) -> None:
     dataset = opened(path, max_length=4)
     assert (dataset.rows.lengths.tolist(), dataset.rows.targets.tolist()) == ([4, 2], [2, 1])
     assert dataset.read(0).labels.tolist() == [-100, 2, -100, 4]
-    assert (dataset.info.num_truncated, dataset.info.num_tokens) == (1, 6)
+    assert (dataset.info.num_truncated, dataset.num_cut_tokens, dataset.info.num_tokens) == (1, 2, 6)
 
 
 def test_text_is_bytes(tmp_path: Path) -> None:
