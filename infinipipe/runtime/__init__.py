@@ -1,0 +1,1 @@
+"""The thin runtime: replays a plan on PyTorch, one process a stage."""

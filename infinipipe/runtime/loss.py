@@ -1,0 +1,60 @@
+"""The head and its loss, a piece of logits at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a token that has no target, as everywhere in Hugging Face."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Weighted sum of token losses. All gradients are computed in forward, while a piece of logits is at hand.
+
+    The gradient of the head's weight goes straight into `weight.grad`, so that chunks waiting for their
+    backward do not each hold one; that of `hidden` is kept until backward.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int
+    ) -> Tensor:
+        assert weight.grad is not None, "the stage allocates gradients before its first op"
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        for first in range(0, hidden.shape[0], piece):
+            rows = slice(first, min(first + piece, hidden.shape[0]))
+            logits = (hidden[rows] @ weight.t()).float()
+            lse = logits.logsumexp(-1, keepdim=True)
+            label = targets[rows, None].clamp(min=0)
+            scale = token_weights[rows, None]
+            total += ((lse - logits.gather(1, label)) * scale).sum()
+            # From logits to their gradient, in place: softmax minus one at the target, times the token's weight.
+            logits.sub_(lse).exp_().scatter_add_(1, label, -torch.ones_like(lse)).mul_(scale)
+            grad = logits.to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            weight.grad.addmm_(grad.t(), hidden[rows])
+        ctx.save_for_backward(grad_hidden)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad_hidden,) = ctx.saved_tensors
+        return grad_hidden * grad, None, None, None, None
+
+
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
+    """Return the weighted sum of token losses as a float32 scalar, whose backward must run exactly once with gradient 1.
+
+    Args:
+        hidden: (tokens, hidden size), after the final norm.
+        weight: (vocabulary, hidden size); its gradient is added to `weight.grad` at once.
+        targets: (tokens,) int64; `IGNORED` where the weight is 0.
+        token_weights: (tokens,) float32; 0 for a token without target.
+        piece: logits are made for at most this many tokens at a time.
+    """
+    loss: Tensor = _HeadLoss.apply(hidden, weight, targets, token_weights, piece)  # type: ignore[no-untyped-call]
+    return loss

@@ -1,0 +1,152 @@
+"""One stage of a Hugging Face model: its own layers only, under their global names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from infinipipe.errors import InputError
+from infinipipe.ir import Model, Stage
+from infinipipe.runtime.attention import ATTENTION_NAME, Segments, chunk_attention
+from infinipipe.runtime.loss import head_loss
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+AttentionInterface.register(ATTENTION_NAME, chunk_attention)
+
+
+class StageModel(nn.Module):
+    """A contiguous range of a model's layers, with the embedding on the first stage and norm and head on the last.
+
+    Parameters keep the names they have in the whole model. `init_random` or `load` fills them, moves them to
+    the device and gives them gradients of zeros.
+    """
+
+    def __init__(self, model: Model, stage: Stage, device: torch.device) -> None:
+        super().__init__()
+        self.stage = stage
+        config = json.loads(model.config)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            )
+        self.tied = model.tied and stage.embedding and stage.head
+        """Whether one parameter serves as embedding and head."""
+        self._keep_own(whole, stage)
+        whole.to_empty(device="cpu")
+        whole.model.rotary_emb = type(whole.model.rotary_emb)(config=whole.config)
+        if self.tied:
+            whole.lm_head.weight = whole.model.embed_tokens.weight
+        self.whole = whole
+        self.device = device
+        self.layers = [whole.model.layers[i] for i in range(stage.first_layer, stage.first_layer + stage.num_layers)]
+        self.train()
+
+    @staticmethod
+    def _keep_own(whole: Any, stage: Stage) -> None:
+        own = range(stage.first_layer, stage.first_layer + stage.num_layers)
+        for index in range(len(whole.model.layers)):
+            if index not in own:
+                whole.model.layers[index] = nn.Identity()
+        if not stage.embedding:
+            whole.model.embed_tokens = None
+        if not stage.head:
+            whole.model.norm = whole.lm_head = None
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the stage's parameters by their names in the whole model; a tied one appears once."""
+        return dict(self.whole.named_parameters())
+
+    def init_random(self, seed: int) -> None:
+        """Fill the weights as the model's own initialisation does; each module's depend on its name and the seed only."""
+        for name, module in self.whole.named_modules():
+            if not any(True for _ in module.parameters(recurse=False)):
+                continue
+            if name == "lm_head" and self.whole.config.tie_word_embeddings:
+                name, module = "model.embed_tokens", nn.Embedding.from_pretrained(module.weight.detach())
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_name_seed(seed, name))
+                self.whole._init_weights(module)
+        self._finish()
+
+    def load(self, directory: Path) -> None:
+        """Read the stage's weights from a Hugging Face directory's safetensors.
+
+        Raises:
+            InputError: a file or a weight is missing, or has another shape.
+        """
+        files = _weight_files(directory)
+        for name, parameter in self.global_parameters().items():
+            source = name if name in files or name != HEAD else EMBEDDING  # a tied checkpoint may leave the head out
+            if source not in files:
+                raise InputError(f"{directory}: no weight named {name}; is it a checkpoint of this model?")
+            try:
+                with safe_open(files[source], framework="pt") as file:
+                    value = file.get_tensor(source)
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{files[source]}: cannot be read: {error}") from None
+            if value.shape != parameter.shape:
+                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} in the plan's model"
+                raise InputError(
+                    f"{directory}: weight {name} has shape {shapes}; give the --model the plan was made for"
+                )
+            parameter.data.copy_(value)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.whole.to(self.device)
+        for parameter in self.whole.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return (1, tokens, hidden size) for (1, tokens) ids."""
+        embedded: Tensor = self.whole.model.embed_tokens(tokens)
+        return embedded
+
+    def run_layers(self, hidden: Tensor, positions: Tensor, segments: Segments, recompute: int) -> Tensor:
+        """Run the stage's layers on (1, tokens, hidden size), the first `recompute` of them without keeping activations."""
+        rotary = self.whole.model.rotary_emb(hidden, positions)
+        for index, layer in enumerate(self.layers):
+            if index < recompute:
+                # No layer draws random numbers (dropout is refused), so there is no state to restore.
+                hidden = checkpoint(
+                    layer,
+                    hidden,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    position_embeddings=rotary,
+                    segments=segments,
+                )
+            else:
+                hidden = layer(hidden, position_embeddings=rotary, segments=segments)
+        return hidden
+
+    def loss(self, hidden: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
+        """Return the weighted sum of token losses; see `head_loss`."""
+        normed = self.whole.model.norm(hidden)
+        return head_loss(normed[0], self.whole.lm_head.weight, targets, token_weights, piece)
+
+
+def _name_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+
+
+def _weight_files(directory: Path) -> dict[str, Path]:
+    """Map each weight's name to the safetensors file that holds it."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.exists():
+            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise InputError(f"{directory}: no readable model.safetensors or its index: {error}") from None
