@@ -18,6 +18,9 @@ from infinipipe.ir.plan import (
     chunk_chains,
     loss_denominator,
 )
+from infinipipe.ir.store import PlanReader, PlanWriter, open_plan
+from infinipipe.ir.text import parse_op, parse_program, show_op, show_program
+from infinipipe.ir.verify import Report, verify_header, verify_plan, verify_step
 
 __all__ = [
     "FORMAT_VERSION",
@@ -28,7 +31,10 @@ __all__ = [
     "Model",
     "Op",
     "OpKind",
+    "PlanReader",
+    "PlanWriter",
     "Replica",
+    "Report",
     "Sequence",
     "Slice",
     "Stage",
@@ -36,4 +42,12 @@ __all__ = [
     "Step",
     "chunk_chains",
     "loss_denominator",
+    "open_plan",
+    "parse_op",
+    "parse_program",
+    "show_op",
+    "show_program",
+    "verify_header",
+    "verify_plan",
+    "verify_step",
 ]

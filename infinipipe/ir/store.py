@@ -30,7 +30,7 @@ from infinipipe.ir.plan import Header, Step
 
 T = TypeVar("T")
 
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 16
 
 
 class PlanWriter:

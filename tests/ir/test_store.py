@@ -1,0 +1,309 @@
+"""The plan file: complete or absent, readable by anyone, and never silently wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import msgpack
+import msgspec
+import pytest
+
+from infinipipe.errors import PlanFileError
+from infinipipe.ir import PlanWriter, Step, open_plan
+from infinipipe.ir.layout import Index, make_trailer
+from infinipipe.ir.verify import verify_plan
+from tests.plans import make_header, make_step, write_plan
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "plan.msgpack"
+
+
+def read_all(path: Path) -> list[Step]:
+    with open_plan(path) as reader:
+        steps = list(reader)
+        verify_plan(reader)
+    return steps
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(PlanFileError) as caught:
+        read_all(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert len(message) < 600
+    assert "compile" in message
+    return message
+
+
+def rewrite(path: Path, objects: list[object], totals: dict[str, object] | None = None) -> None:
+    """Write a file whose checksums are all right, whatever its objects say."""
+    data = [o if isinstance(o, bytes) else msgpack.packb(o) for o in objects]
+    offsets = [sum(map(len, data[:k])) for k in range(len(data))]
+    with_sums = {
+        "offsets": b"".join(o.to_bytes(8) for o in offsets),
+        "crc32s": b"".join(zlib.crc32(d).to_bytes(4) for d in data),
+        "sha256": hashlib.sha256(b"".join(data)).hexdigest(),
+        "totals": totals if totals is not None else {"num_steps": len(data) - 1},
+    }
+    index = msgpack.packb(with_sums)
+    path.write_bytes(b"".join(data) + index + make_trailer(sum(map(len, data)), index))
+
+
+def objects_of(path: Path) -> list[object]:
+    with path.open("rb") as file:
+        return list(msgpack.Unpacker(file))
+
+
+def test_round_trip_and_random_access(path: Path) -> None:
+    header = make_header(num_stages=3, num_replicas=2, num_steps=4)
+    steps = write_plan(path, header)
+    with open_plan(path) as reader:
+        assert reader.header == header
+        assert reader.num_steps == len(reader) == 4
+        assert [reader.step(k) for k in (3, 0, 2)] == [steps[3], steps[0], steps[2]]
+        assert list(reader) == steps
+        assert reader.totals.num_tokens == sum(s.num_tokens for s in steps)
+        assert reader.totals.makespan_s == 4.0
+        reader.check_all()
+
+
+def test_same_steps_give_the_same_bytes(tmp_path: Path) -> None:
+    write_plan(tmp_path / "a")
+    write_plan(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_any_msgpack_reader_walks_the_file(path: Path) -> None:
+    write_plan(path)
+    header, *steps, index, trailer = objects_of(path)
+    assert isinstance(header, dict)
+    assert isinstance(index, dict)
+    assert header["format_version"] == 1
+    assert [s["index"] for s in steps if isinstance(s, dict)] == [0, 1]
+    assert sorted(index) == ["crc32s", "offsets", "sha256", "totals"]
+    assert isinstance(trailer, bytes)
+    assert trailer[:8] == b"infiplan"
+
+
+def test_step_out_of_range(path: Path) -> None:
+    write_plan(path)
+    with open_plan(path) as reader:
+        for index in (-1, 2, 10**30):
+            with pytest.raises(PlanFileError, match=r"no step -?\d+; choose 0 to 1 with --step"):
+                reader.step(index)
+
+
+def test_an_error_leaves_nothing_and_keeps_the_plan_before(path: Path) -> None:
+    write_plan(path)
+    before = path.read_bytes()
+    with pytest.raises(ZeroDivisionError), PlanWriter(path, make_header()) as writer:
+        writer.append(make_step(make_header(), index=1 // 0))
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("name", ["nowhere/plan", ".", "a" * 300])
+def test_unwritable_path_is_one_clear_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PlanFileError, match="choose another file with --output"):
+        write_plan(tmp_path / name)
+    assert os.listdir(tmp_path) == []
+
+
+def test_missing_steps_are_our_fault(path: Path) -> None:
+    with pytest.raises(AssertionError), PlanWriter(path, make_header(num_steps=2)) as writer:
+        writer.append(make_step(make_header()))
+    assert os.listdir(path.parent) == []
+
+
+def test_missing_folder_pipe_and_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    for name, why in (
+        ("gone", "No such file"),
+        (".", "not a regular file"),
+        ("pipe", "not a regular"),
+        ("empty", "not a"),
+    ):
+        assert why in refused(tmp_path / name)
+
+
+def test_names_with_line_breaks_stay_on_one_line(tmp_path: Path) -> None:
+    with pytest.raises(PlanFileError) as caught:
+        open_plan(tmp_path / "a\nb\x1b[31m\udce9")
+    assert "a\\nb\\x1b[31m\\udce9: No such file" in str(caught.value)
+
+
+def test_foreign_files_are_refused(path: Path) -> None:
+    for data in (b"\x00" * 500, b"PK\x03\x04", b'{"format_version": 1}', msgpack.packb({"a": 1}), os.urandom(1000)):
+        path.write_bytes(data)
+        assert "not a plan file" in refused(path)
+
+
+def test_other_versions_are_refused_before_anything_is_decoded(path: Path) -> None:
+    for version, hint in ((2, "use a newer infinipipe"), (0, "compile it again")):
+        rewrite(path, [{"format_version": version, "colour": "blue"}])
+        message = refused(path)
+        assert f"plan format {version}, this infinipipe reads format 1" in message
+        assert hint in message
+
+
+def test_trailing_garbage_and_concatenated_plans_are_refused(path: Path) -> None:
+    write_plan(path)
+    data = path.read_bytes()
+    for extra in (b"\x00", b"\n", data[-26:], data):
+        path.write_bytes(data + extra)
+        refused(path)
+
+
+def test_every_truncation_is_refused(path: Path) -> None:
+    write_plan(path)
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        refused(path)
+
+
+def test_every_flipped_bit_is_refused(path: Path) -> None:
+    """Every byte of the file, a bit each, and 1000 random bytes replaced."""
+    write_plan(path)
+    data = path.read_bytes()
+    draw = random.Random(0)
+    flips = [(at, 1 << draw.randrange(8)) for at in range(len(data))]
+    flips += [(draw.randrange(len(data)), draw.randrange(1, 256)) for _ in range(1000)]
+    assert len(flips) >= 2000
+    with path.open("r+b", buffering=0) as file:
+        for at, mask in flips:
+            file.seek(at)
+            file.write(bytes([data[at] ^ mask]))
+            refused(path)
+            file.seek(at)
+            file.write(data[at : at + 1])
+    read_all(path)
+
+
+def test_a_flipped_step_leaves_the_others_readable(path: Path) -> None:
+    steps = write_plan(path)
+    data = bytearray(path.read_bytes())
+    data[-500] ^= 1
+    path.write_bytes(data)
+    with open_plan(path) as reader:
+        assert reader.step(0) == steps[0]
+        with pytest.raises(PlanFileError, match="checksum of its step 1 does not match"):
+            reader.step(1)
+        with pytest.raises(PlanFileError, match="sha256"):
+            reader.check_all()
+
+
+def test_unknown_fields_are_refused(path: Path) -> None:
+    write_plan(path)
+    header, *steps, _, _ = objects_of(path)
+    assert isinstance(header, dict)
+    rewrite(path, [header | {"colour\n": 1}, *steps])
+    assert "unknown field `colour\\n`" in refused(path)
+    assert isinstance(steps[0], dict)
+    rewrite(path, [header, steps[0] | {"extra": 1}, steps[1]])
+    assert "its step 0 is not as the format says: Object contains unknown field `extra`" in refused(path)
+
+
+def test_wrong_number_or_order_of_steps_is_refused(path: Path) -> None:
+    write_plan(path)
+    header, *steps, _, _ = objects_of(path)
+    rewrite(path, [header, steps[0]])
+    assert "holds 1 steps" in refused(path)
+    rewrite(path, [header, steps[1], steps[0]])
+    assert "step 0 says it is step 1" in refused(path)
+
+
+HOSTILE = {
+    "deep": b"\x91" * 100_000 + b"\x01",
+    "deep map": b"\x81\xa1a" * 50_000 + b"\x01",
+    "huge array": b"\xdd\xff\xff\xff\xff\x01",
+    "huge map": b"\xdf\xff\xff\xff\xff\x01",
+    "huge bytes": b"\xc6\xff\xff\xff\xff\x01",
+    "huge string": b"\xdb\xff\xff\xff\xff\x01",
+    "ext": b"\xc7\x08\x05" + b"\x00" * 8,
+    "reserved": b"\xc1",
+    "not utf-8": b"\xa3\xed\xa0\x80",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_objects_are_refused_without_allocating(path: Path, name: str) -> None:
+    """In the place of a field, and of the whole step; all checksums are right."""
+    write_plan(path)
+    header, *steps, _, _ = objects_of(path)
+    assert isinstance(steps[0], dict)
+    plain = msgpack.packb(steps[0]["sequences"])
+    step = msgpack.packb(steps[0])
+    for replaced in (HOSTILE[name], step.replace(plain, HOSTILE[name], 1)):
+        rewrite(path, [header, replaced, steps[1]])
+        tracemalloc.start()
+        assert "its step 0 is not as the format says" in refused(path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 20 * path.stat().st_size + 1_000_000
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_profiles_are_refused(path: Path, name: str) -> None:
+    write_plan(path)
+    header, *steps, _, _ = objects_of(path)
+    assert isinstance(header, dict)
+    marked = msgpack.packb(header | {"profile": "HERE"})
+    rewrite(path, [marked.replace(msgpack.packb("HERE"), HOSTILE[name]), *steps])
+    refused(path)
+
+
+def test_hostile_indexes_are_refused(path: Path) -> None:
+    write_plan(path)
+    with open_plan(path) as reader:
+        end = reader._index_offset
+    data = path.read_bytes()[:end]
+    good = msgspec.msgpack.decode(path.read_bytes()[end:-26], type=Index)
+    size = len(good.offsets)
+    for changes in (
+        {"offsets": b""},
+        {"offsets": b"", "crc32s": b""},
+        {"offsets": good.offsets[:-1]},
+        {"offsets": good.offsets + b"\x00", "crc32s": good.crc32s},
+        {"offsets": b"\xff" * size},
+        {"offsets": b"\x00" * size},
+        {"offsets": good.offsets[:-8] + (end + 5).to_bytes(8)},
+        {"crc32s": good.crc32s * 2},
+        {"sha256": "0" * 64},
+        {"totals": msgspec.structs.replace(good.totals, num_tokens=7)},
+        {"totals": msgspec.structs.replace(good.totals, makespan_s=float("nan"))},
+    ):
+        index = msgspec.msgpack.encode(msgspec.structs.replace(good, **changes))
+        path.write_bytes(data + index + make_trailer(end, index))
+        refused(path)
+    for offset in (0, end - 1, end + 1, len(data) + 10**6, 2**63, 2**64 - 1):
+        index = msgspec.msgpack.encode(good)
+        path.write_bytes(data + index + make_trailer(offset, index))
+        refused(path)
+
+
+def test_memory_does_not_grow_with_the_number_of_steps(path: Path) -> None:
+    peaks = []
+    for num_steps in (200, 1000):
+        header = make_header(num_steps=num_steps)
+        step = make_step(header)
+        tracemalloc.start()
+        with PlanWriter(path, header) as writer:
+            for k in range(num_steps):
+                writer.append(msgspec.structs.replace(step, index=k))
+        with open_plan(path) as reader:
+            for _ in reader:
+                pass
+            reader.check_all()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 800 * 100

@@ -1,0 +1,66 @@
+"""The text form is exact."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinipipe.errors import InputError
+from infinipipe.ir import Op, OpKind
+from infinipipe.ir.text import parse_op, parse_program, show_op, show_program, window
+
+NUMBERS = st.integers(0, 10**18 - 1)
+OPS = st.builds(Op, st.sampled_from(OpKind), NUMBERS)
+
+
+@given(NUMBERS, OPS)
+def test_op_round_trips(stage: int, op: Op) -> None:
+    assert parse_op(show_op(stage, op)) == (stage, op)
+
+
+@given(st.integers(0, 99), st.lists(OPS))
+def test_program_round_trips(stage: int, program: list[Op]) -> None:
+    assert parse_program(stage, show_program(stage, program)) == tuple(program)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 5000 + "F0",
+        "",
+        "F",
+        "2F",
+        "F0",
+        "2X0",
+        "2f0",
+        " 2F0",
+        "2F0 ",
+        "2F0\n",
+        "02F0",
+        "2F00",
+        "2F-1",
+        "2F0 2F1",
+        "2F\u0663",
+        "2FB0",
+    ],
+)
+def test_only_the_exact_form_parses(text: str) -> None:
+    with pytest.raises(InputError, match="not an op") as caught:
+        parse_op(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_program_refuses_other_stages_and_loose_spaces() -> None:
+    with pytest.raises(InputError, match="op 1F0 is of stage 1, in the program of stage 0"):
+        parse_program(0, "0F0 1F0")
+    with pytest.raises(InputError, match="not an op"):
+        parse_program(0, "0F0  0F1")
+
+
+def test_window_marks_the_position() -> None:
+    program = parse_program(2, "2F0 2F1 2F2 2B2 2I1 2W1 2B0")
+    assert window(2, program, 3, radius=1) == "... 2F2 >>2B2<< 2I1 ..."
+    assert window(2, program, 0, radius=1) == ">>2F0<< 2F1 ..."
+    assert window(2, program, 6) == "... 2B2 2I1 2W1 >>2B0<<"
+    assert window(2, program, 7, radius=2) == "... 2W1 2B0 >>end<<"
+    assert window(2, (), 0) == ">>end<<"
