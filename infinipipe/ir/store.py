@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,69 +23,125 @@ from typing import BinaryIO, Self, TypeVar
 import msgspec
 
 from infinipipe.errors import PlanFileError
-from infinipipe.ir import layout
+from infinipipe.ir import files, layout
 from infinipipe.ir.layout import Index, Totals
 from infinipipe.ir.plan import Header, Step
 
 T = TypeVar("T")
 
-_BLOCK_BYTES = 1 << 16
-
 
 class PlanWriter:
     """Writes a plan under a temporary name and renames it when all steps are there.
 
-    A context manager. On an error the temporary file is removed, and a plan that was there before stays.
+    A context manager. An error removes the temporary file; an interrupt or a kill leaves it, and with `resume`
+    the next writer of the same header keeps its complete steps and goes on after them. Either way the plan has
+    the same bytes, and one that was there before stays until the new one is complete.
 
     Raises:
-        PlanFileError: the file cannot be written.
+        PlanFileError: the file cannot be written, or what is to be resumed was begun with another header.
     """
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: Header, *, resume: bool = False) -> None:
         self.path = path
         self.header = header
         self.totals = Totals()
+        self._resume = resume
         self._temporary = path.with_name(path.name + ".partial")
         self._encoder = msgspec.msgpack.Encoder()
         self._digest = hashlib.sha256()
         self._offsets, self._crc32s = bytearray(), bytearray()
         self._size = 0
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps written or kept so far; the index of the next one."""
+        return self.totals.num_steps
+
     def __enter__(self) -> Self:
         with self._mapped_errors():
             if self.path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            self._file = self._temporary.open("wb")
-            self._write_object(self._encoder.encode(self.header))
+            self._file = files.open_alone(self._temporary)
+        try:
+            with self._mapped_errors():
+                self._begin()
+        except BaseException:
+            self._leave(keep=self._resume)
+            raise
         return self
 
     def append(self, step: Step) -> None:
         """Write the next step."""
-        assert step.index == self.totals.num_steps < self.header.num_steps, "steps come in order, as many as promised"
+        assert step.index == self.num_steps < self.header.num_steps, "steps come in order, as many as promised"
         with self._mapped_errors():
-            self._write_object(self._encoder.encode(step))
+            self._write(self._encoder.encode(step))
         self.totals = self.totals.plus(step)
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is not None:
+            self._leave(keep=not issubclass(kind, Exception))
+            return
         try:
-            if kind is None:
-                with self._mapped_errors():
-                    self._complete()
-        finally:
-            # Closing flushes, which can fail as well; what stopped us first is what the user must hear of.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            with self._mapped_errors():
+                self._complete()
+        except BaseException:
+            self._leave(keep=False)
+            raise
+        self._file.close()
 
-    def _write_object(self, data: bytes) -> None:
+    def _leave(self, keep: bool) -> None:
+        # Removed before it is closed, which ends the lock: later it might be the file of another writer.
+        if not keep:
+            self._temporary.unlink(missing_ok=True)
+        # Closing flushes, which can fail as well; what stopped us first is what the user must hear of.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _begin(self) -> None:
+        header = self._encoder.encode(self.header)
+        for number, data in enumerate(files.complete_objects(self._file) if self._resume else ()):
+            if number == 0 and data != header:
+                raise self._other_header(data)
+            if number > 0 and not self._keep(data):
+                break
+            self._count(data)
+        self._file.seek(self._size)
+        self._file.truncate()
+        if self._size == 0:
+            self._write(header)
+
+    def _keep(self, data: bytes) -> bool:
+        """Take a step that is already in the file into account, if it is one."""
+        try:
+            step = layout.decode(self._temporary, data, Step, "step")
+        except PlanFileError:
+            return False
+        if step.index != self.num_steps or step.index >= self.header.num_steps:
+            return False
+        self.totals = self.totals.plus(step)
+        return True
+
+    def _other_header(self, data: bytes) -> PlanFileError:
+        found = layout.decode(self._temporary, data, Header, "header")
+        names = [name for name in found.__struct_fields__ if getattr(found, name) != getattr(self.header, name)]
+        return PlanFileError(
+            f"{layout.shown(self._temporary)}: was begun with another {', '.join(names)}; compile without --resume"
+        )
+
+    def _count(self, data: bytes) -> None:
         self._offsets += self._size.to_bytes(8)
         self._crc32s += zlib.crc32(data).to_bytes(4)
         self._digest.update(data)
         self._size += len(data)
+
+    def _write(self, data: bytes) -> None:
+        self._count(data)
         self._file.write(data)
+        # Now, so that a kill loses no complete step.
+        self._file.flush()
 
     def _complete(self) -> None:
-        assert self.totals.num_steps == self.header.num_steps, "a plan is complete with all its steps"
+        assert self.num_steps == self.header.num_steps, "a plan is complete with all its steps"
         index = self._encoder.encode(
             Index(
                 offsets=bytes(self._offsets),
@@ -99,7 +154,7 @@ class PlanWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._temporary.replace(self.path)
-        _sync_folder(self.path.parent)
+        files.sync_folder(self.path.parent)
 
     @contextlib.contextmanager
     def _mapped_errors(self) -> Iterator[None]:
@@ -119,7 +174,7 @@ class PlanReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _open_regular(path)
+        self._file = files.open_regular(path)
         try:
             self._index_offset, index = _read_index(path, self._file)
             self._offsets, self._crc32s = layout.unpack_index(path, index, self._index_offset)
@@ -165,7 +220,7 @@ class PlanReader:
         """
         digest, start = hashlib.sha256(), 0
         while start < self._index_offset:
-            block = self._read(start, min(_BLOCK_BYTES, self._index_offset - start))
+            block = self._read(start, min(files.BLOCK_BYTES, self._index_offset - start))
             if not block:
                 raise layout.damaged(self.path, "the file was cut short while it was read")
             digest.update(block)
@@ -184,7 +239,7 @@ class PlanReader:
         self.close()
 
     def _read(self, offset: int, size: int) -> bytes:
-        return _read_at(self.path, self._file, offset, size)
+        return files.read_at(self.path, self._file, offset, size)
 
     def _decoded(self, number: int, type_: type[T], what: str) -> T:
         start = self._offsets[number]
@@ -206,40 +261,11 @@ def open_plan(path: Path) -> PlanReader:
 
 def _read_index(path: Path, file: BinaryIO) -> tuple[int, Index]:
     """Find the index from the end of the file; return its offset and content."""
-    layout.check_opening(path, _read_at(path, file, 0, layout.OPENING_BYTES))
+    layout.check_opening(path, files.read_at(path, file, 0, layout.OPENING_BYTES))
     trailer_offset = os.fstat(file.fileno()).st_size - layout.TRAILER_BYTES
-    trailer = _read_at(path, file, max(0, trailer_offset), layout.TRAILER_BYTES)
+    trailer = files.read_at(path, file, max(0, trailer_offset), layout.TRAILER_BYTES)
     offset = layout.parse_trailer(path, trailer, trailer_offset)
-    data = _read_at(path, file, offset, trailer_offset - offset)
+    data = files.read_at(path, file, offset, trailer_offset - offset)
     if trailer != layout.make_trailer(offset, data):
         raise layout.damaged(path, "the checksum of its index does not match")
     return offset, layout.decode(path, data, Index, "index")
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    try:
-        # Opening a pipe would wait for a writer.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise PlanFileError(f"{layout.shown(path)}: not a regular file; make a plan with `infinipipe compile`")
-        return path.open("rb")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PlanFileError(f"{layout.shown(path)}: {reason}; make a plan with `infinipipe compile`") from None
-
-
-def _read_at(path: Path, file: BinaryIO, offset: int, size: int) -> bytes:
-    try:
-        # Not seek and read: threads may share a reader.
-        return os.pread(file.fileno(), size, offset)
-    except (OSError, MemoryError) as error:
-        raise layout.damaged(path, f"cannot read {size} bytes: {error}") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in a folder last; a file system that cannot is not an error."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
+import shutil
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 
 from infinipipe.errors import PlanFileError
-from infinipipe.ir import PlanWriter, Step, open_plan
+from infinipipe.ir import Header, PlanWriter, Step, open_plan
 from infinipipe.ir.layout import Index, make_trailer
 from infinipipe.ir.verify import verify_plan
 from tests.plans import make_header, make_step, write_plan
@@ -289,6 +291,122 @@ def test_hostile_indexes_are_refused(path: Path) -> None:
         index = msgspec.msgpack.encode(good)
         path.write_bytes(data + index + make_trailer(offset, index))
         refused(path)
+
+
+PARTIAL = "plan.msgpack.partial"
+
+
+def write_some(path: Path, header: Header, num_steps: int) -> None:
+    """Write some steps, then be interrupted."""
+    with PlanWriter(path, header) as writer:
+        for k in range(num_steps):
+            writer.append(make_step(header, k))
+        raise KeyboardInterrupt
+
+
+def interrupted(path: Path, header: Header, num_steps: int) -> bytes:
+    """Return what an interrupt after some steps leaves."""
+    with pytest.raises(KeyboardInterrupt):
+        write_some(path, header, num_steps)
+    assert os.listdir(path.parent) == [PARTIAL]
+    return path.with_name(PARTIAL).read_bytes()
+
+
+def resume(path: Path, header: Header) -> int:
+    """Finish a plan; return how many steps were kept."""
+    with PlanWriter(path, header, resume=True) as writer:
+        kept = writer.num_steps
+        for k in range(kept, header.num_steps):
+            writer.append(make_step(header, k))
+    return kept
+
+
+@pytest.fixture
+def header() -> Header:
+    return make_header(num_stages=3, num_replicas=2, num_steps=5)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, header: Header) -> bytes:
+    """The bytes of a plan that nothing interrupted."""
+    (tmp_path / "whole").mkdir()
+    write_plan(tmp_path / "whole" / "plan", header)
+    data = (tmp_path / "whole" / "plan").read_bytes()
+    shutil.rmtree(tmp_path / "whole")
+    return data
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
+def test_resume_keeps_complete_steps_and_gives_the_same_bytes(
+    path: Path, header: Header, whole: bytes, num_steps: int
+) -> None:
+    interrupted(path, header, num_steps)
+    assert resume(path, header) == num_steps
+    assert path.read_bytes() == whole
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_resume_after_a_kill_at_any_byte(path: Path, header: Header, whole: bytes) -> None:
+    """The whole file included: it was complete but not yet renamed."""
+    with_ends = interrupted(path, header, 5)
+    assert whole.startswith(with_ends)
+    for size in {*range(0, len(whole), 37), len(with_ends), len(whole) - 26, len(whole)}:
+        path.with_name(PARTIAL).write_bytes(whole[:size])
+        kept = resume(path, header)
+        assert path.read_bytes() == whole
+        assert (size == len(whole)) <= (kept == 5)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_resume_drops_what_a_power_cut_left(path: Path, header: Header, whole: bytes) -> None:
+    """Zeros, rubbish, or a step twice instead of steps."""
+    data = interrupted(path, header, 2)
+    step = msgspec.msgpack.encode(make_step(header, 1))
+    for rest in (b"\x00" * 5000, b"\xc1", b"\x91" * 5000, step, step[:-3]):
+        path.with_name(PARTIAL).write_bytes(data + rest)
+        assert resume(path, header) == 2
+        assert path.read_bytes() == whole
+
+
+def test_resume_without_a_beginning_starts_anew(path: Path, header: Header, whole: bytes) -> None:
+    assert resume(path, header) == 0
+    assert path.read_bytes() == whole
+
+
+def test_resume_with_other_inputs_names_them_and_keeps_the_file(path: Path, header: Header) -> None:
+    data = interrupted(path, header, 2)
+    other = msgspec.structs.replace(header, seed=1, profile_sha256="1" * 64)
+    with pytest.raises(
+        PlanFileError, match=r"partial: was begun with another seed, profile_sha256; .* without --resume"
+    ):
+        resume(path, other)
+    assert path.with_name(PARTIAL).read_bytes() == data
+
+
+def test_without_resume_a_compile_starts_anew(path: Path, header: Header, whole: bytes) -> None:
+    interrupted(path, header, 2)
+    write_plan(path, header)
+    assert path.read_bytes() == whole
+
+
+def test_two_writers_of_one_plan_are_refused(path: Path, header: Header, whole: bytes) -> None:
+    with PlanWriter(path, header) as writer:
+        for resumes in (False, True):
+            with pytest.raises(PlanFileError, match="another compile is writing it"):
+                PlanWriter(path, header, resume=resumes).__enter__()
+        for k in range(header.num_steps):
+            writer.append(make_step(header, k))
+    assert path.read_bytes() == whole
+
+
+def test_a_full_disk_is_one_clear_error(path: Path, header: Header, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PlanFileError, match="No space left on device; choose another file with --output"):
+        write_plan(path, header)
+    assert os.listdir(path.parent) == []
 
 
 def test_memory_does_not_grow_with_the_number_of_steps(path: Path) -> None:
