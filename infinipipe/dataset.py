@@ -23,10 +23,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from infinipipe.errors import InputError
+from infinipipe.errors import InputError, PlanFileError
 from infinipipe.ir import DatasetInfo
 
-__all__ = ["BYTES", "IGNORED", "Dataset", "Example", "Progress", "Rows", "open_dataset"]
+__all__ = ["BYTES", "IGNORED", "Dataset", "Example", "Progress", "Rows", "check_same_dataset", "open_dataset"]
 
 Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
@@ -143,6 +143,25 @@ def open_dataset(
         num_truncated=scan.num_truncated,
     )
     return Dataset(path, info, rows, scan.num_cut_tokens, lines, max_length)
+
+
+def check_same_dataset(path: Path, info: DatasetInfo) -> None:
+    """Check by its digest that a file is the dataset a plan was compiled from.
+
+    Raises:
+        InputError: the file cannot be read.
+        PlanFileError: it is another dataset.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; name the plan's dataset with --data") from None
+    if digest != info.sha256:
+        raise PlanFileError(
+            f"{path}: is not the dataset that the plan was compiled from (sha256 {digest[:12]}, the plan says "
+            f"{info.sha256[:12]}); compile it again or choose another with --data"
+        )
 
 
 class _Line(msgspec.Struct):

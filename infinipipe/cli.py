@@ -1,0 +1,239 @@
+"""The `infinipipe` command: the only place that prints and exits.
+
+Every command imports what it needs when it runs, so that only `profile` and `run` wait for torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from infinipipe import __version__
+from infinipipe.errors import InfinipipeError
+
+if TYPE_CHECKING:
+    from infinipipe.ir import Header, LossNorm
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done and how much there is."""
+
+# What a shell reports for SIGINT and for SIGPIPE.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
+
+
+class MemoryLimits(click.ParamType):
+    """Bytes with a unit, such as `80GiB`; a comma list gives every stage its own limit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the bytes."""
+        limits = tuple(_parse_bytes(part) for part in str(value).split(","))
+        if not all(limits):
+            self.fail(f"{value!r} is no size such as 80GiB, 512MiB, 40GB or 40GiB,80GiB", param, ctx)
+        return limits
+
+
+def _parse_bytes(text: str) -> int:
+    """Return the bytes, 0 for what is no size."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    return int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+
+
+_PATH = click.Path(path_type=Path)
+_COUNT = click.IntRange(min=1)
+_SEED = click.IntRange(min=0, max=2**63 - 1)
+
+
+class _InOrder(click.Group):
+    """Lists the commands in the order in which they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_InOrder, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(__version__, prog_name="infinipipe")
+def cli() -> None:
+    """Plan and run pipeline-parallel training of LLMs on long, variable-length sequences.
+
+    \b
+    infinipipe profile                  measure this machine    -> profile.json
+    infinipipe compile dataset.jsonl    lengths -> schedule     -> plan.msgpack
+    infinipipe run plan.msgpack         replay it: train        -> infinipipe-run/
+    """
+
+
+@cli.command()
+@click.argument("model", default="tiny")
+@click.option("-o", "--output", type=_PATH, default="profile.json", help="Profile to write.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to measure.")
+@click.option("--analytic", metavar="DEVICE", help="Compute the profile of a device that is not here: a800-80g, ...")
+def profile(model: str, output: Path, device: str, analytic: str | None) -> None:
+    """Measure what MODEL costs on this machine, in seconds and in bytes.
+
+    MODEL is a preset (tiny, llama-7b, llama-13b, llama-30b, ...), a Hugging Face model directory or a config.json.
+    """
+    from infinipipe.profiles import read_model, write_profile
+
+    shape = read_model(model)
+    if analytic is not None:
+        from infinipipe.profiles.analytic import analytic_profile
+
+        result = analytic_profile(shape, analytic)
+    else:
+        from infinipipe.profiles.measure import measure_profile
+
+        with _progress("profile") as progress:
+            result = measure_profile(shape, device=device, progress=progress)
+    write_profile(result, output)
+    _say(f"{output}: {shape.name} on {result.device.name}, {result.source}")
+
+
+@cli.command("compile")
+@click.argument("dataset", type=_PATH)
+@click.option("-p", "--profile", "profile_path", type=_PATH, default="profile.json", help="Profile to plan with.")
+@click.option("-o", "--output", type=_PATH, default="plan.msgpack", help="Plan to write.")
+@click.option("--stages", type=_COUNT, help="Pipeline stages.  [default: the profile's devices]")
+@click.option("--replicas", type=_COUNT, default=1, help="Data-parallel copies of the pipeline.")
+@click.option("--memory", type=MemoryLimits(), help="Limit of each stage: 80GiB, or one each: 40GiB,80GiB.")
+@click.option("--batch-size", type=_COUNT, default=16, help="Sequences in a step.")
+@click.option("--max-length", type=_COUNT, help="Cut longer sequences to so many tokens.")
+@click.option("--steps", type=_COUNT, help="Steps to plan.  [default: once through the dataset]")
+@click.option("--seed", type=_SEED, default=0, help="Draws the batches.")
+@click.option("--policy", default="epp", help="How to schedule.")
+@click.option("--loss-norm", type=click.Choice(["token", "sequence"]), default="token", help="What the loss averages.")
+def compile_(dataset: Path, profile_path: Path, output: Path, **options: Any) -> None:
+    """Plan every step of training on DATASET.
+
+    DATASET is JSON Lines, plain or gzip. A line has "text", or "input_ids" and perhaps "labels", or only "length".
+    """
+
+
+@cli.command()
+@click.argument("plan", type=_PATH)
+@click.option("--step", "index", type=click.IntRange(min=0), metavar="K", help="Show step K whole.")
+@click.option("--all", "everything", is_flag=True, help="Show the header and every step whole, one JSON document a line.")
+def inspect(plan: Path, index: int | None, everything: bool) -> None:
+    """Show PLAN as JSON: the header, totals and a summary of each step."""
+    from infinipipe.ir.store import open_plan
+    from infinipipe.ir.view import header_document, plan_document, step_document
+
+    if everything and index is not None:
+        raise click.UsageError("--step and --all exclude each other")
+    with open_plan(plan) as reader:
+        if everything:
+            _print_line(header_document(reader.header))
+            for step in reader:
+                _print_line(step_document(reader.header, step))
+        elif index is not None:
+            _print_document(step_document(reader.header, reader.step(index)))
+        else:
+            _print_document(plan_document(reader))
+
+
+@cli.command()
+@click.argument("plan", type=_PATH)
+@click.option("--data", type=_PATH, metavar="DATASET", help="Also check that the plan was compiled from this dataset.")
+def verify(plan: Path, data: Path | None) -> None:
+    """Check every byte and every rule of PLAN."""
+    from infinipipe.dataset import check_same_dataset
+    from infinipipe.ir.store import open_plan
+    from infinipipe.ir.verify import verify_plan
+
+    with open_plan(plan) as reader, _progress("verify") as progress:
+        done = itertools.count(1)
+        report = verify_plan(reader, lambda: progress(next(done), reader.num_steps))
+        if data is not None:
+            check_same_dataset(data, reader.header.dataset)
+    _say(f"{plan}: {report.num_steps} steps with {report.num_ops} ops obey {len(report.rules)} rules")
+
+
+@cli.command()
+@click.argument("plan", type=_PATH)
+@click.option("--data", type=_PATH, metavar="DATASET", help="Where the plan's dataset is.  [default: as the plan says]")
+@click.option("--model", type=_PATH, metavar="DIR", help="Hugging Face directory to start from.  [default: random weights]")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to train on.")
+@click.option("--steps", type=_COUNT, help="Stop after so many steps.  [default: all of the plan]")
+@click.option("--lr", type=click.FloatRange(min=0), default=3e-4, help="Learning rate of AdamW.")
+@click.option("--seed", type=_SEED, default=0, help="Draws random weights.")
+@click.option("--output", type=_PATH, metavar="DIR", default="infinipipe-run", help="Folder for metrics and weights.")
+def run(plan: Path, data: Path | None, model: Path | None, device: str, steps: int | None, lr: float, seed: int, output: Path) -> None:
+    """Train as PLAN says, with one process per stage and replica.
+
+    Starts its own processes on this machine, or is one of them under torchrun.
+    """
+    from infinipipe.runtime.launch import run_plan
+    from infinipipe.runtime.options import RunOptions
+
+    run_plan(RunOptions(plan=plan, data=data, model=model, device=device, num_steps=steps, lr=lr, seed=seed, output=output))
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Run one command and return its exit code; what a user can cause is reported here, in one line."""
+    try:
+        cli.main(arguments, prog_name="infinipipe", standalone_mode=False)
+        sys.stdout.flush()
+    except InfinipipeError as error:
+        for note in getattr(error, "__notes__", ()):
+            _say(note)
+        _say(f"error: {error}")
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone; the interpreter would complain when it flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return 0
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr while something runs, if somebody can see it move."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    with Bar(console=console, transient=True, disable=not console.is_interactive) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_document(document: object) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(document)))
+
+
+def _print_line(document: object) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.encode(document))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
