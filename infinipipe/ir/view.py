@@ -1,4 +1,4 @@
-"""Plans as plain data, for `inspect` and everything that reads JSON."""
+"""Plans as plain data, for `inspect` and everything that reads JSON; the structs are its schema."""
 
 from __future__ import annotations
 
@@ -8,12 +8,194 @@ from typing import Any, Literal
 
 import msgspec
 
-from infinipipe.ir.plan import Chunk, Header, Replica, Sequence, Step, chunk_chains
+from infinipipe.ir.layout import Index, Totals
+from infinipipe.ir.plan import Chunk, Header, LossNorm, Replica, Sequence, Step, chunk_chains
 from infinipipe.ir.store import PlanReader
 from infinipipe.ir.text import show_program
 
 Document = dict[str, Any]
 ChunkKind = Literal["batched", "split", "hybrid"]
+
+
+class _View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class SequenceView(_View, frozen=True):
+    """One sequence of the global batch, by its row in the dataset."""
+
+    row: int
+    length: int
+    num_targets: int
+
+
+class SliceView(_View, frozen=True):
+    """A slice of a sequence; `positions` are the first and one past the last."""
+
+    sequence: int
+    row: int
+    positions: tuple[int, int]
+
+
+class ChunkView(_View, frozen=True):
+    """One micro-batch.
+
+    Its slices lie between the boundaries `cu_seqlens`. They are isolated: a token attends to
+    its own sequence only, which is the slice it stands in and what came before it in earlier chunks.
+    """
+
+    index: int
+    kind: ChunkKind
+    num_tokens: int
+    num_pairs: int
+    isolated: bool
+    cu_seqlens: tuple[int, ...]
+    slices: tuple[SliceView, ...]
+    recompute: tuple[int, ...]
+    """Recomputed layers, per stage."""
+
+
+class PredictionView(_View, frozen=True):
+    """What the simulator expects of one stage."""
+
+    busy_s: float
+    recompute_s: float
+    bubble_s: float
+    peak_bytes: int
+
+
+class ReplicaView(_View, frozen=True):
+    """What one replica does in a step; programs are in text form, one per stage."""
+
+    chunks: tuple[ChunkView, ...]
+    chains: tuple[tuple[int, ...], ...]
+    programs: tuple[str, ...]
+    predicted: tuple[PredictionView, ...]
+
+
+class StepView(_View, frozen=True):
+    """A whole step."""
+
+    index: int
+    loss_norm: LossNorm
+    denominator: int
+    makespan_s: float
+    bound_s: float
+    step_s: float
+    sequences: tuple[SequenceView, ...]
+    replicas: tuple[ReplicaView, ...]
+
+
+class StepSummary(_View, frozen=True):
+    """Counts, times and memory of a step; fractions are of the stages' busy time, bubbles of busy and bubble."""
+
+    index: int
+    num_sequences: int
+    num_tokens: int
+    num_targets: int
+    longest_tokens: int
+    num_chunks: int
+    num_batched: int
+    num_split: int
+    num_hybrid: int
+    num_slices: int
+    makespan_s: float
+    bound_s: float
+    step_s: float
+    ratio_to_bound: float | None
+    bubble_fraction: float | None
+    recompute_fraction: float | None
+    peak_bytes: tuple[int, ...]
+    """Per stage, the most of all replicas."""
+
+
+class HeaderView(Header, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The header, with the profile as data."""
+
+    profile: dict[str, Any]  # type: ignore[assignment]
+
+
+class PlanView(_View, frozen=True):
+    """What holds for the whole plan, and a summary of every step."""
+
+    sha256: str
+    header: HeaderView
+    totals: Totals
+    steps: tuple[StepSummary, ...]
+
+
+def plan_schema() -> Document:
+    """Return the JSON Schema of what `inspect` prints: a `PlanView`, or with options `HeaderView` and `StepView`.
+
+    `Header`, `Step` and `Index` are the objects of the file itself.
+    """
+    shown = (PlanView, StepView, HeaderView)
+    _, definitions = msgspec.json.schema_components((*shown, Header, Step, Index), ref_template="#/$defs/{name}")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "infinipipe inspect",
+        "anyOf": [{"$ref": f"#/$defs/{type_.__name__}"} for type_ in shown],
+        "$defs": definitions,
+    }
+
+
+def plan_document(reader: PlanReader) -> Document:
+    """Return what holds for the whole plan, and a summary of every step: a `PlanView` as plain data."""
+    view = PlanView(
+        sha256=reader.sha256,
+        header=_header_view(reader.header),
+        totals=reader.totals,
+        steps=tuple(step_summary(step) for step in reader),
+    )
+    return _plain(view)
+
+
+def header_document(header: Header) -> Document:
+    """Return the header as plain data: a `HeaderView`."""
+    return _plain(_header_view(header))
+
+
+def step_document(header: Header, step: Step) -> Document:
+    """Return a whole step as plain data: a `StepView`."""
+    view = StepView(
+        index=step.index,
+        loss_norm=header.loss_norm,
+        denominator=step.denominator,
+        makespan_s=step.makespan_s,
+        bound_s=step.bound_s,
+        step_s=step.step_s,
+        sequences=tuple(SequenceView(**_fields(s)) for s in step.sequences),
+        replicas=tuple(_replica_view(step, replica) for replica in step.replicas),
+    )
+    return _plain(view)
+
+
+def step_summary(step: Step) -> StepSummary:
+    """Return the counts, times and memory of a step."""
+    chunks = [chunk for replica in step.replicas for chunk in replica.chunks]
+    kinds = Counter(chunk_kind(chunk, step.sequences) for chunk in chunks)
+    predicted = [stage for replica in step.replicas for stage in replica.predicted]
+    busy_s, bubble_s = sum(p.busy_s for p in predicted), sum(p.bubble_s for p in predicted)
+    by_stage = zip(*(replica.predicted for replica in step.replicas), strict=True)
+    return StepSummary(
+        index=step.index,
+        num_sequences=len(step.sequences),
+        num_tokens=step.num_tokens,
+        num_targets=step.num_targets,
+        longest_tokens=max(s.length for s in step.sequences),
+        num_chunks=len(chunks),
+        num_batched=kinds["batched"],
+        num_split=kinds["split"],
+        num_hybrid=kinds["hybrid"],
+        num_slices=sum(len(chunk.slices) for chunk in chunks),
+        makespan_s=step.makespan_s,
+        bound_s=step.bound_s,
+        step_s=step.step_s,
+        ratio_to_bound=_ratio(step.makespan_s, step.bound_s),
+        bubble_fraction=_ratio(bubble_s, busy_s + bubble_s),
+        recompute_fraction=_ratio(sum(p.recompute_s for p in predicted), busy_s),
+        peak_bytes=tuple(max(p.peak_bytes for p in stages) for stages in by_stage),
+    )
 
 
 def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
@@ -23,103 +205,44 @@ def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
     return "split" if len(chunk.slices) == 1 else "hybrid"
 
 
-def plan_document(reader: PlanReader) -> Document:
-    """Return what holds for the whole plan, and a summary of every step."""
-    return {
-        "sha256": reader.sha256,
-        "header": header_document(reader.header),
-        "totals": msgspec.to_builtins(reader.totals),
-        "steps": [step_summary(step) for step in reader],
-    }
+def _header_view(header: Header) -> HeaderView:
+    # Through JSON, for msgpack knows more kinds of data.
+    profile = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(header.profile)))
+    return HeaderView(**_fields(header) | {"profile": profile})
 
 
-def header_document(header: Header) -> Document:
-    """Return the header with its profile and the model's config as data."""
-    fields = {name: getattr(header, name) for name in header.__struct_fields__}
-    fields["profile"] = msgspec.msgpack.decode(header.profile)
-    # Through JSON: msgpack knows more kinds of data.
-    document: Document = msgspec.json.decode(msgspec.json.encode(fields))
-    document["model"]["config"] = msgspec.json.decode(header.model.config)
-    document["model"]["sha256"] = header.model.sha256
-    return document
+def _replica_view(step: Step, replica: Replica) -> ReplicaView:
+    return ReplicaView(
+        chunks=tuple(_chunk_view(step, replica, index) for index in range(len(replica.chunks))),
+        chains=tuple(chunk_chains(replica.chunks, step.sequences)),
+        programs=tuple(show_program(stage, program) for stage, program in enumerate(replica.programs)),
+        predicted=tuple(PredictionView(**_fields(p)) for p in replica.predicted),
+    )
 
 
-def step_summary(step: Step) -> Document:
-    """Return the counts, times and memory of a step."""
-    chunks = [chunk for replica in step.replicas for chunk in replica.chunks]
-    kinds = Counter(chunk_kind(chunk, step.sequences) for chunk in chunks)
-    predicted = [stage for replica in step.replicas for stage in replica.predicted]
-    busy_s, bubble_s = sum(p.busy_s for p in predicted), sum(p.bubble_s for p in predicted)
-    by_stage = zip(*(replica.predicted for replica in step.replicas), strict=True)
-    return {
-        "index": step.index,
-        "num_sequences": len(step.sequences),
-        "num_tokens": step.num_tokens,
-        "num_targets": step.num_targets,
-        "longest": max(s.length for s in step.sequences),
-        "num_chunks": len(chunks),
-        "num_batched": kinds["batched"],
-        "num_split": kinds["split"],
-        "num_hybrid": kinds["hybrid"],
-        "num_slices": sum(len(chunk.slices) for chunk in chunks),
-        "makespan_s": step.makespan_s,
-        "bound_s": step.bound_s,
-        "step_s": step.step_s,
-        "ratio_to_bound": _ratio(step.makespan_s, step.bound_s),
-        "bubble_fraction": _ratio(bubble_s, busy_s + bubble_s),
-        "recompute_fraction": _ratio(sum(p.recompute_s for p in predicted), busy_s),
-        "peak_bytes": [max(p.peak_bytes for p in stages) for stages in by_stage],
-    }
-
-
-def step_document(header: Header, step: Step) -> Document:
-    """Return a whole step: sequences, chunks with their slices, programs in text form, predictions."""
-    return {
-        "index": step.index,
-        "loss_norm": header.loss_norm,
-        "denominator": step.denominator,
-        "makespan_s": step.makespan_s,
-        "bound_s": step.bound_s,
-        "step_s": step.step_s,
-        "sequences": [_fields(s) for s in step.sequences],
-        "replicas": [_replica_document(step, replica) for replica in step.replicas],
-    }
-
-
-def _replica_document(step: Step, replica: Replica) -> Document:
-    return {
-        "chunks": [
-            {"index": c, **_chunk_document(step, chunk), "recompute": [counts[c] for counts in replica.recompute]}
-            for c, chunk in enumerate(replica.chunks)
-        ],
-        "chains": [list(chain) for chain in chunk_chains(replica.chunks, step.sequences)],
-        "programs": [show_program(stage, program) for stage, program in enumerate(replica.programs)],
-        "predicted": [_fields(p) for p in replica.predicted],
-    }
-
-
-def _chunk_document(step: Step, chunk: Chunk) -> Document:
-    """Describe a chunk. Attention never crosses a boundary in `cu_seqlens`, except to the slice's own context."""
-    return {
-        "kind": chunk_kind(chunk, step.sequences),
-        "num_tokens": chunk.num_tokens,
-        "num_pairs": chunk.num_pairs,
-        "isolated": True,
-        "cu_seqlens": list(accumulate((piece.length for piece in chunk.slices), initial=0)),
-        "slices": [
-            {
-                "sequence": piece.sequence,
-                "row": step.sequences[piece.sequence].row,
-                "positions": [piece.start, piece.stop],
-            }
-            for piece in chunk.slices
-        ],
-    }
+def _chunk_view(step: Step, replica: Replica, index: int) -> ChunkView:
+    chunk = replica.chunks[index]
+    return ChunkView(
+        index=index,
+        kind=chunk_kind(chunk, step.sequences),
+        num_tokens=chunk.num_tokens,
+        num_pairs=chunk.num_pairs,
+        isolated=True,
+        cu_seqlens=tuple(accumulate((piece.length for piece in chunk.slices), initial=0)),
+        slices=tuple(
+            SliceView(sequence=s.sequence, row=step.sequences[s.sequence].row, positions=(s.start, s.stop))
+            for s in chunk.slices
+        ),
+        recompute=tuple(counts[index] for counts in replica.recompute),
+    )
 
 
 def _fields(struct: msgspec.Struct) -> Document:
-    """Return a struct as a map, also where it travels as an array."""
     return msgspec.structs.asdict(struct)
+
+
+def _plain(view: msgspec.Struct) -> Document:
+    return msgspec.json.decode(msgspec.json.encode(view), type=Document)
 
 
 def _ratio(part: float, whole: float) -> float | None:

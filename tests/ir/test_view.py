@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import msgpack
 import msgspec
 
-from infinipipe.ir import open_plan, parse_program
-from infinipipe.ir.view import plan_document, step_document, step_summary
+from infinipipe.ir import Step, open_plan, parse_program
+from infinipipe.ir.view import PlanView, StepView, plan_document, plan_schema, step_document, step_summary
 from tests.plans import PROFILE, make_header, make_step, write_plan
 
 
@@ -22,7 +23,8 @@ def test_plan_document_is_plain_and_complete(tmp_path: Path) -> None:
     header = document["header"]
     assert set(header) == set(reader.header.__struct_fields__)
     assert header["profile"] == PROFILE
-    assert header["model"]["config"] == {"model_type": "llama"}
+    assert header["model"]["config"] == '{"model_type":"llama"}'
+    assert isinstance(msgspec.convert(document, PlanView), PlanView)
     assert document["totals"]["num_tokens"] == sum(s.num_tokens for s in steps)
     assert [s["index"] for s in document["steps"]] == [0, 1, 2]
 
@@ -33,21 +35,21 @@ def test_step_summary_counts() -> None:
         "num_sequences": 6,
         "num_tokens": 80,
         "num_targets": 74,
-        "longest": 40,
+        "longest_tokens": 40,
         "num_chunks": 6,
         "num_slices": 9,
     }
     expected |= {"num_batched": 1, "num_split": 3, "num_hybrid": 2}
-    assert {name: summary[name] for name in expected} == expected
-    assert summary["ratio_to_bound"] == 1.0 / 0.75
-    assert summary["bubble_fraction"] == 0.5
-    assert summary["recompute_fraction"] == 0.25
-    assert summary["peak_bytes"] == [10**6, 10**6]
+    assert {name: getattr(summary, name) for name in expected} == expected
+    assert summary.ratio_to_bound == 1.0 / 0.75
+    assert summary.bubble_fraction == 0.5
+    assert summary.recompute_fraction == 0.25
+    assert summary.peak_bytes == (10**6, 10**6)
 
 
 def test_a_bound_of_zero_has_no_ratio() -> None:
     step = msgspec.structs.replace(make_step(make_header()), bound_s=0.0)
-    assert step_summary(step)["ratio_to_bound"] is None
+    assert step_summary(step).ratio_to_bound is None
 
 
 def test_step_document_shows_boundaries_and_positions() -> None:
@@ -55,6 +57,7 @@ def test_step_document_shows_boundaries_and_positions() -> None:
     step = make_step(header, lengths=(5, 40, 4))
     document = step_document(header, step)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert isinstance(msgspec.convert(document, StepView), StepView)
     chunks = document["replicas"][0]["chunks"]
     assert [c["kind"] for c in chunks] == ["split", "split", "hybrid", "batched"]
     assert all(c["isolated"] is True for c in chunks)
@@ -78,3 +81,14 @@ def test_profiles_with_more_than_json_knows_are_shown(tmp_path: Path) -> None:
     with open_plan(tmp_path / "plan") as reader:
         document = plan_document(reader)
     assert json.dumps(document["header"]["profile"], allow_nan=False) == '{"blob": "AP8=", "inf": null}'
+
+
+def test_schema_defines_all_it_refers_to() -> None:
+    schema = plan_schema()
+    text = json.dumps(schema)
+    references = set(re.findall(r'"#/\$defs/(\w+)"', text))
+    assert {"PlanView", "StepView", "HeaderView", "Chunk", "Slice", "Op"} <= references <= set(schema["$defs"])
+    assert {"Header", "Step", "Index"} <= set(schema["$defs"])
+    step = schema["$defs"]["Step"]
+    assert step["additionalProperties"] is False
+    assert sorted(step["required"]) == sorted(Step.__struct_fields__)

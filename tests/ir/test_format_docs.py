@@ -1,0 +1,49 @@
+"""docs/plan-format.md says what the code does, and its example runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from infinipipe.ir import FORMAT_VERSION, Header, Replica, Step, show_program
+from infinipipe.ir.layout import TRAILER_BYTES, Index, Totals
+from infinipipe.ir.plan import DatasetInfo, Model, Stage
+from tests.plans import make_header, write_plan
+
+TEXT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text()
+EXAMPLE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
+
+
+def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
+    steps = write_plan(tmp_path / "plan.msgpack", make_header(num_stages=3))
+    assert len(EXAMPLE.splitlines()) <= 15
+    assert set(re.findall(r"import (\w+)", EXAMPLE)) == {"msgpack"}
+    result = subprocess.run(
+        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = result.stdout.splitlines()
+    assert lines[0] == "3 stages, 2 steps, by-hand"
+    assert lines[2] == f"1 {show_program(1, steps[0].replicas[0].programs[1])}"
+    assert "[(16, 24, 24), (0, 7, 7)]" in lines
+
+
+@pytest.mark.parametrize("struct", [Header, Step, Replica, Index, Totals, Model, Stage, DatasetInfo])
+def test_every_field_is_documented(struct: type[Header]) -> None:
+    missing = [name for name in struct.__struct_fields__ if f"`{name}`" not in TEXT]
+    assert not missing
+
+
+def test_a_step_is_found_with_three_reads(tmp_path: Path) -> None:
+    steps = write_plan(tmp_path / "plan")
+    data = (tmp_path / "plan").read_bytes()
+    assert f"format version {FORMAT_VERSION}" in TEXT
+    assert f"last {TRAILER_BYTES} bytes" in TEXT
+    offset = int.from_bytes(data[-16:-8])
+    index = msgpack.unpackb(data[offset:-26])
+    first, second = (int.from_bytes(index["offsets"][8 * k : 8 * k + 8]) for k in (1, 2))
+    assert msgpack.unpackb(data[first:second])["denominator"] == steps[0].denominator
