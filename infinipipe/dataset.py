@@ -75,7 +75,7 @@ class Dataset:
         self.rows = rows
         self.num_cut_tokens = num_cut_tokens
         self._lines = lines
-        self._max_length = max_length
+        self.max_length = max_length
         self._plain: IO[bytes] | None = None
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Dataset:
             raise InputError(f"{self.path}:{row + 1}: holds only a length: it can be planned but not run")
         ids = self._lines.ids(line, row + 1)
         labels = ids if line.labels is None else np.array(line.labels, dtype=np.int64)
-        return Example(input_ids=ids[: self._max_length], labels=labels[: self._max_length])
+        return Example(input_ids=ids[: self.max_length], labels=labels[: self.max_length])
 
     def _line(self, row: int) -> bytes:
         if self._plain is None:

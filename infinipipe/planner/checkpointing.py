@@ -1,0 +1,176 @@
+"""Stage-aware chunk-level recompute: how many layers of each chunk a stage drops so that its program fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinipipe.ir import Sequence
+from infinipipe.planner.problem import Pipeline
+from infinipipe.profiles.cost import Costs, Loads, static_bytes
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A stage that no recompute makes fit."""
+
+    stage: int
+    bytes_needed: float
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """One stage's program and its bytes, the activations apart that recompute can drop."""
+
+    directions: Ints
+    chunks: Ints
+    fixed: Floats
+    """(ops,) the most while the op runs, without what chunks keep from F to B."""
+    kept: Floats
+    """(chunks,) with no recompute."""
+    saved: Floats
+    """(chunks,) less for each recomputed layer; all of it is back for a moment in B if every layer is."""
+    num_layers: int
+
+    def during(self, recompute: Ints) -> Floats:
+        """Return the most bytes while each op runs; equals `infinipipe.profiles.cost.replay_memory`."""
+        kept = (self.kept - self.saved * recompute)[self.chunks]
+        backward = self.directions < 0
+        held = np.cumsum(np.where(backward, -kept, kept))
+        again = self.saved[self.chunks] * (recompute[self.chunks] == self.num_layers)
+        return np.asarray(self.fixed + held + np.where(backward, kept + again, 0.0))
+
+
+def stage_memory(
+    pipeline: Pipeline,
+    stage: int,
+    sequences: SequenceOf[Sequence],
+    loads: Loads,
+    costs: Costs,
+    directions: Ints,
+    chunks: Ints,
+) -> StageMemory:
+    """Collect the bytes of one stage's program of F and B."""
+    place, sizes = pipeline.stages[stage], pipeline.profile.bytes
+    forwards, backwards = (_places(directions == direction, chunks) for direction in (1, -1))
+    fixed = float(static_bytes(pipeline.profile, place)) + place.num_layers * _slot_bytes(
+        sequences, loads, forwards, backwards, sizes.layer_kv_per_token, sizes.layer_kv_grad_per_token
+    )
+    receives_down, receives_up = not place.embedding, not place.head
+    activation = costs.activation_bytes
+    fixed += _buffer_bytes(activation, directions > 0, chunks, receives_down, receives_up)
+    fixed += _buffer_bytes(activation, directions < 0, chunks, receives_up, receives_down)
+    backward = costs.backward_peak_bytes[stage] + receives_up * activation
+    fixed += np.where(directions > 0, costs.forward_peak_bytes[stage][chunks], backward[chunks])
+    return StageMemory(directions, chunks, fixed, costs.kept_bytes[stage], costs.saved_bytes, place.num_layers)
+
+
+def _places(where: NDArray[np.bool_], chunks: Ints) -> Ints:
+    """Return where in the program each chunk's op of one direction stands."""
+    places = np.empty(len(chunks) // 2, dtype=np.int64)
+    places[chunks[where]] = np.flatnonzero(where)
+    return places
+
+
+def _slot_bytes(
+    sequences: SequenceOf[Sequence], loads: Loads, forwards: Ints, backwards: Ints, kv_bytes: int, grad_bytes: int
+) -> Floats:
+    """Bytes of one layer's K and V slots and their gradients, at every op; the arguments give each chunk's F and B.
+
+    K and V are there from the first slice's F on, their gradients from the last slice's B on, and the
+    first slice's B ends both.
+    """
+    order = np.lexsort((loads.context, loads.split))
+    order = order[loads.split[order] >= 0]
+    firsts = np.flatnonzero(loads.context[order] == 0)
+    heads, tails = order[firsts], order[np.append(firsts[1:], len(order)) - 1] if len(firsts) else order
+    tokens = np.array([sequences[sequence].length for sequence in loads.split[heads]], dtype=np.float64)
+    change = np.zeros(2 * len(forwards) + 1)
+    np.add.at(change, forwards[heads], tokens * kv_bytes)
+    np.add.at(change, backwards[tails], tokens * grad_bytes)
+    np.add.at(change, backwards[heads] + 1, -tokens * (kv_bytes + grad_bytes))
+    return np.asarray(np.cumsum(change)[:-1])
+
+
+def _buffer_bytes(activation: Floats, where: NDArray[np.bool_], chunks: Ints, receives: bool, sends: bool) -> Floats:
+    """Bytes of one direction's transfers at every op: one posted ahead, one that may not have left yet."""
+    sizes = activation[chunks[where]]
+    done = np.cumsum(where, dtype=np.int64) - where
+    ahead = np.append(sizes, 0.0)[np.minimum(done + where, len(sizes))]
+    behind = np.append(0.0, sizes)[done]
+    return np.asarray(receives * ahead + sends * behind)
+
+
+def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float) -> Ints | float:
+    """Return the layers of each chunk to recompute so that no op exceeds the limit, or the bytes it would take.
+
+    One sweep over the program. Where an op does not fit, chunks in flight drop more layers, looking back: those
+    whose bytes, times the ops that will be spared them, cost the least recompute.
+    """
+    sweep = _Sweep(memory, recompute_s, limit - _ROUNDING_BYTES)
+    ops = zip(memory.directions.tolist(), memory.chunks.tolist(), memory.fixed.tolist(), strict=True)
+    for position, (direction, chunk, fixed) in enumerate(ops):
+        missing = sweep.forward(position, chunk, fixed) if direction > 0 else sweep.backward(position, chunk, fixed)
+        if missing > 0:
+            return limit + missing
+    return np.array(sweep.counts, dtype=np.int64)
+
+
+class _Sweep:
+    """What is in flight at one op of the sweep."""
+
+    def __init__(self, memory: StageMemory, recompute_s: Floats, limit: float) -> None:
+        self.counts = [0] * len(memory.kept)
+        self._num_layers = memory.num_layers
+        self._limit = limit
+        self._kept: list[float] = memory.kept.tolist()
+        self._saved: list[float] = memory.saved.tolist()
+        self._ends: list[int] = _places(memory.directions < 0, memory.chunks).tolist()
+        self._rates: list[float] = (memory.saved / np.maximum(recompute_s, 1e-15)).tolist()
+        self._raisable: set[int] = set()
+        self._held = 0.0
+
+    def forward(self, position: int, chunk: int, fixed: float) -> float:
+        """Let F run; return the bytes that cannot be found."""
+        self._held += self._kept[chunk]
+        if self._saved[chunk] > 0:
+            self._raisable.add(chunk)
+        return self._fit(position, fixed + self._held - self._limit)
+
+    def backward(self, position: int, chunk: int, fixed: float) -> float:
+        """Let B run; return the bytes that cannot be found."""
+        num_layers, saved = self._num_layers, self._saved[chunk]
+        self._raisable.discard(chunk)
+        again = saved if self.counts[chunk] == num_layers else 0.0
+        missing = self._fit(position, fixed + self._held + again - self._limit)
+        if missing > 0 and saved > 0:
+            # Its last layer would come back just now, but the others help.
+            missing = self._raise(chunk, num_layers - 1 - self.counts[chunk], missing)
+        self._held -= self._kept[chunk] - self.counts[chunk] * saved
+        return missing
+
+    def _fit(self, position: int, missing: float) -> float:
+        ends, rates = self._ends, self._rates
+        while missing > 0 and self._raisable:
+            best = max(self._raisable, key=lambda c: (rates[c] * (ends[c] - position), c))
+            missing = self._raise(best, self._num_layers - self.counts[best], missing)
+            if self.counts[best] == self._num_layers:
+                self._raisable.remove(best)
+        return missing
+
+    def _raise(self, chunk: int, room: int, missing: float) -> float:
+        layers = max(0, min(room, math.ceil(missing / self._saved[chunk])))
+        self.counts[chunk] += layers
+        self._held -= layers * self._saved[chunk]
+        return missing - layers * self._saved[chunk]
+
+
+# Sums of large floats in another order may differ in their last digits, so a byte is left free.
+_ROUNDING_BYTES = 1.0

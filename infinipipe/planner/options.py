@@ -1,0 +1,86 @@
+"""What a user can ask of `compile`, and what it comes to with a profile and a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinipipe.errors import InputError
+from infinipipe.ir import LossNorm
+from infinipipe.planner.lengths import steps_per_epoch
+from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
+from infinipipe.profiles import Profile
+
+DEFAULT_BATCH_SIZE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """Options of `compile`; None stands for a default that the profile or the dataset gives.
+
+    Raises:
+        InputError: a value that no profile or dataset could make sense of.
+    """
+
+    num_stages: int | None = None
+    """Default: as many as the profile's machine has devices, at most one a layer."""
+    num_replicas: int = 1
+    memory_limit_bytes: tuple[int, ...] | None = None
+    """One for all stages, or one per stage. Default: the memory of the profile's device."""
+    batch_size: int | None = None
+    """Default: `DEFAULT_BATCH_SIZE`; never more than the dataset has."""
+    num_steps: int | None = None
+    """Default: one epoch. More go on with further epochs, each freshly shuffled."""
+    seed: int = 0
+    policy: str = DEFAULT_POLICY
+    loss_norm: LossNorm = "token"
+
+    def __post_init__(self) -> None:
+        for option, value in (
+            ("--stages", self.num_stages),
+            ("--replicas", self.num_replicas),
+            ("--batch-size", self.batch_size),
+            ("--steps", self.num_steps),
+        ):
+            if value is not None and value < 1:
+                raise InputError(f"{option} {value}: at least 1 is needed")
+        if self.seed < 0:
+            raise InputError(f"--seed {self.seed}: a number from 0 up is needed")
+        if self.memory_limit_bytes is not None and min(self.memory_limit_bytes, default=0) < 1:
+            raise InputError("--memory: a positive size for every stage is needed, such as 80GiB")
+        if self.policy not in POLICIES:
+            raise InputError(f"--policy {self.policy}: no such policy; there are {', '.join(POLICIES)}")
+        if self.loss_norm not in ("token", "sequence"):
+            raise InputError(f"--loss-norm {self.loss_norm}: token or sequence is needed")
+
+    def stages(self, profile: Profile) -> int:
+        """Return the number of stages for a profile.
+
+        Raises:
+            InputError: there are more stages than layers.
+        """
+        num_layers = profile.model.num_layers
+        if self.num_stages is None:
+            return max(1, min(profile.device.num_devices, num_layers))
+        if self.num_stages > num_layers:
+            raise InputError(
+                f"--stages {self.num_stages}: {profile.model.name} has only {num_layers} layers, "
+                f"and every stage needs one; give at most {num_layers}"
+            )
+        return self.num_stages
+
+    def limits(self, profile: Profile) -> tuple[int, ...]:
+        """Return the memory limit of every stage.
+
+        Raises:
+            InputError: the number of limits is neither one nor that of the stages.
+        """
+        num_stages = self.stages(profile)
+        given = self.memory_limit_bytes or (profile.device.memory_bytes,)
+        if len(given) not in (1, num_stages):
+            raise InputError(f"--memory: {len(given)} limits for {num_stages} stages; give one, or one for each stage")
+        return given * num_stages if len(given) == 1 else given
+
+    def batches(self, num_rows: int) -> tuple[int, int]:
+        """Return the batch size and the number of steps for a dataset of so many sequences."""
+        batch_size = min(self.batch_size or DEFAULT_BATCH_SIZE, num_rows)
+        return batch_size, self.num_steps or steps_per_epoch(num_rows, batch_size)

@@ -1,0 +1,130 @@
+"""A complete schedule of one replica: chunks, programs, recompute, and what the simulator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+
+from infinipipe.ir import Replica, StagePrediction
+from infinipipe.planner.checkpointing import Shortage, StageMemory, fit_recompute, stage_memory
+from infinipipe.planner.chunking import Chunks
+from infinipipe.planner.order import backward_order, interleave, make_program
+from infinipipe.planner.problem import Floats, Ints, Problem
+from infinipipe.planner.simulate import Timeline, replay
+from infinipipe.profiles.cost import Costs, Loads, chunk_costs, chunk_loads, replay_memory
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Chunks and what they cost on every stage."""
+
+    chunks: Chunks
+    loads: Loads
+    costs: Costs
+
+    @property
+    def work_s(self) -> Floats:
+        """(stages,) seconds of F and B without recompute."""
+        return np.asarray((self.costs.forward_s + self.costs.backward_s).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One replica's chunks, ordered and fitted."""
+
+    problem: Problem
+    priced: Priced
+    memories: tuple[StageMemory, ...]
+    """One per stage; they hold the programs."""
+    recompute: Ints
+    """(stages, chunks)"""
+    timeline: Timeline
+
+    @property
+    def makespan_s(self) -> float:
+        """Simulated seconds."""
+        return self.timeline.makespan_s
+
+
+def price(problem: Problem, chunks: Chunks) -> Priced:
+    """Price chunks on every stage."""
+    pipeline = problem.pipeline
+    loads = chunk_loads(chunks.chunks, problem.sequences)
+    return Priced(chunks, loads, chunk_costs(pipeline.profile, pipeline.stages, loads, pipeline.logits_tokens))
+
+
+def order_memories(problem: Problem, priced: Priced, leads: Ints) -> tuple[StageMemory, ...]:
+    """Return every stage's program and its bytes, from how many F come before each B (`order.stage_leads`)."""
+    backwards = backward_order(priced.chunks)
+    return tuple(
+        stage_memory(problem.pipeline, s, problem.sequences, priced.loads, priced.costs, *interleave(lead, backwards))
+        for s, lead in enumerate(leads)
+    )
+
+
+def fit_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMemory]) -> Schedule | Shortage:
+    """Choose recompute counts for given programs and simulate them."""
+    rows = []
+    for stage, (memory, limit) in enumerate(zip(memories, problem.pipeline.limits, strict=True)):
+        counts = fit_recompute(memory, priced.costs.recompute_s, limit)
+        if isinstance(counts, float):
+            return Shortage(stage, counts)
+        rows.append(counts)
+    return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
+
+
+def simulate_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints) -> Schedule:
+    """Simulate given programs with given recompute counts."""
+    costs, seconds = priced.costs, []
+    for stage, memory in enumerate(memories):
+        forward, backward = costs.forward_s[stage], costs.backward_s[stage] + recompute[stage] * costs.recompute_s
+        seconds.append(np.where(memory.directions > 0, forward[memory.chunks], backward[memory.chunks]).tolist())
+    timeline = replay(
+        [memory.directions.tolist() for memory in memories],
+        [memory.chunks.tolist() for memory in memories],
+        seconds,
+        costs.transfer_s.tolist(),
+    )
+    return Schedule(problem, priced, tuple(memories), recompute, timeline)
+
+
+def empty_replica(num_stages: int, makespan_s: float) -> Replica:
+    """Return a replica that waits for the others."""
+    idle = StagePrediction(busy_s=0.0, recompute_s=0.0, bubble_s=makespan_s, peak_bytes=0)
+    return Replica(chunks=(), recompute=((),) * num_stages, programs=((),) * num_stages, predicted=(idle,) * num_stages)
+
+
+def make_replica(schedule: Schedule) -> Replica:
+    """Turn a schedule into the IR; its peaks come from the cost model's own replay of the programs."""
+    programs = [make_program(m.directions.tolist(), m.chunks.tolist()) for m in schedule.memories]
+    recompute = [tuple(row.tolist()) for row in schedule.recompute]
+    predicted = []
+    for stage, program in enumerate(programs):
+        busy = schedule.timeline.busy_s(stage)
+        pipeline, priced = schedule.problem.pipeline, schedule.priced
+        trace = replay_memory(
+            pipeline.profile,
+            pipeline.stages,
+            stage,
+            schedule.problem.sequences,
+            priced.loads,
+            priced.costs,
+            program,
+            recompute[stage],
+        )
+        predicted.append(
+            StagePrediction(
+                busy_s=busy,
+                recompute_s=float(schedule.recompute[stage] @ priced.costs.recompute_s),
+                bubble_s=max(0.0, schedule.makespan_s - busy),
+                peak_bytes=round(trace.during.max()),
+            )
+        )
+    return Replica(
+        chunks=schedule.priced.chunks.chunks,
+        recompute=tuple(recompute),
+        programs=tuple(programs),
+        predicted=tuple(predicted),
+    )

@@ -1,0 +1,12 @@
+"""Numbers for people."""
+
+
+def show_bytes(count: float) -> str:
+    """Return bytes with three digits and a binary unit, never less than they are by more than rounding."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or value >= 100 else 2 if value < 10 else 1
+    return f"{value:.{digits}f} {unit}"
