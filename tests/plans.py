@@ -28,6 +28,8 @@ from infinipipe.ir import (
     loss_denominator,
 )
 from infinipipe.ir.store import PlanWriter
+from infinipipe.ir.timeline import Span
+from infinipipe.planner.simulate import simulate
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -161,6 +163,30 @@ def make_step(header: Header, index: int = 0, lengths: SequenceOf[int] = LENGTHS
         bound_s=0.75,
         step_s=1.25,
     )
+
+
+def make_spans(step: Step) -> tuple[Span, ...]:
+    """Return a timeline in which F takes 1 s, B 3 s of which 1 s is recompute, I and W 1 s each, transfers nothing."""
+    seconds = {F: 1.0, B: 3.0, I: 1.0, W: 1.0}
+    spans = []
+    for number, replica in enumerate(step.replicas):
+        durations = [[seconds[op.kind] for op in program] for program in replica.programs]
+        timeline = simulate(replica.programs, durations, [0.0] * len(replica.chunks))
+        for stage, program in enumerate(replica.programs):
+            spans += [
+                Span(
+                    replica=number,
+                    stage=stage,
+                    op=op,
+                    start_s=float(timeline.start_s[stage][position]),
+                    end_s=float(timeline.end_s[stage][position]),
+                    recompute_s=1.0 if op.kind == B else 0.0,
+                    during_bytes=2000 + position,
+                    after_bytes=1000 + position,
+                )
+                for position, op in enumerate(program)
+            ]
+    return tuple(spans)
 
 
 def write_plan(path: Path, header: Header | None = None, *, split: bool = False) -> list[Step]:
