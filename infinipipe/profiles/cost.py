@@ -133,10 +133,11 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
     piece = np.minimum(tokens, logits_tokens) * sizes.logits_per_token
     forward_peak = sizes.layer_forward_peak.constant + sizes.layer_forward_peak.rate * tokens
     head_peak = sizes.head_forward_peak.constant + sizes.head_forward_peak.rate * tokens + piece
-    backward_peak = (
-        sizes.layer_backward_peak.constant
-        + sizes.layer_backward_peak.rate * tokens
-        + sizes.context_per_token * loads.context
+    # The gradients of the context's K and V come and go within attention, which is not where a layer peaks otherwise.
+    slice_peak = sizes.slice_backward_per_token * tokens + sizes.context_per_token * loads.context
+    backward_peak = np.maximum(
+        sizes.layer_backward_peak.constant + sizes.layer_backward_peak.rate * tokens,
+        np.where(loads.context > 0, slice_peak, 0.0),
     )
     embedding_peak = sizes.embedding_backward_peak.constant + sizes.embedding_backward_peak.rate * tokens
     return Costs(

@@ -13,7 +13,9 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Every layer of these is dense softmax attention and an MLP, which is what the runtime can segment."""
 
 
-def _llama(layers: int, hidden: int, heads: int, intermediate: int, vocabulary: int = 32000, **more: Any) -> dict[str, Any]:
+def _llama(
+    layers: int, hidden: int, heads: int, intermediate: int, vocabulary: int = 32000, **more: Any
+) -> dict[str, Any]:
     config = {
         "model_type": "llama",
         "num_hidden_layers": layers,
@@ -71,7 +73,9 @@ def read_model(name: str) -> Model:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InputError(f"{name}: no such model: give a preset ({', '.join(PRESETS)}), a model directory or a config.json") from None
+        raise InputError(
+            f"{name}: no such model: give a preset ({', '.join(PRESETS)}), a model directory or a config.json"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a Hugging Face config: {error}") from None
     if not isinstance(config, dict):
@@ -112,7 +116,9 @@ def model_from_config(name: str, config: dict[str, Any]) -> Model:
         head_dim=head_dim,
         vocabulary_size=size("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        layer_parameters=_layer_parameters(kind, config, hidden, intermediate, heads * head_dim, kv_heads * head_dim, head_dim),
+        layer_parameters=_layer_parameters(
+            kind, config, hidden, intermediate, heads * head_dim, kv_heads * head_dim, head_dim
+        ),
     )
 
 
@@ -133,7 +139,9 @@ def _refuse_unsegmentable(name: str, config: dict[str, Any]) -> None:
     """Refuse what would be computed wrongly for a slice or a packed neighbour."""
     mistral = config["model_type"] == "mistral"
     window = config.get("sliding_window", 4096 if mistral else None)  # Mistral's own default is a window
-    if (window and config.get("use_sliding_window", mistral)) or "sliding_attention" in (config.get("layer_types") or ()):
+    if (window and config.get("use_sliding_window", mistral)) or "sliding_attention" in (
+        config.get("layer_types") or ()
+    ):
         raise InputError(f"{name}: sliding-window attention is not supported; set sliding_window to null in its config")
     if config.get("attention_dropout"):
         raise InputError(f"{name}: attention_dropout is not supported; set it to 0 in its config")
@@ -141,4 +149,7 @@ def _refuse_unsegmentable(name: str, config: dict[str, Any]) -> None:
         rope = config.get(key) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind in ("dynamic", "longrope"):
-            raise InputError(f"{name}: {kind} rope depends on the length at hand, so slices of a sequence would disagree; use another rope_type")
+            raise InputError(
+                f"{name}: {kind} rope depends on the length at hand, so slices of a sequence would disagree; "
+                "use another rope_type"
+            )

@@ -95,8 +95,10 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """What a layer's F needs for a moment above what it keeps, per token."""
     layer_backward_peak: Line
     """What a layer's B needs for a moment, per token."""
+    slice_backward_per_token: float
+    """What attention needs in the B of a split sequence's slice; below 0 where the layer has freed more by then."""
     context_per_token: float
-    """What a layer's B needs for a moment per token of a split slice's context."""
+    """The same per token of the slice's context."""
     embedding_backward_peak: Line
     head_forward_peak: Line
     """Without logits, per token."""
@@ -151,12 +153,14 @@ def read_profile(path: Path) -> Profile:
         data = path.read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise InputError(f"{path}: {reason}; make a profile with `infinipipe profile`, or name one with --profile") from None
+        raise InputError(
+            f"{path}: {reason}; make a profile with `infinipipe profile`, or name one with --profile"
+        ) from None
     try:
         version = msgspec.json.decode(data, type=_Version).format_version
         if version != PROFILE_FORMAT_VERSION:
             raise InputError(
-                f"{path}: profile format {version}, this infinipipe reads format {PROFILE_FORMAT_VERSION}; profile again"
+                f"{path}: profile format {version}, this infinipipe reads {PROFILE_FORMAT_VERSION}; profile again"
             )
         return msgspec.json.decode(data, type=Profile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

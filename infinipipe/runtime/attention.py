@@ -73,7 +73,7 @@ class KVStore:
         self._slots: dict[int, dict[int, Slot]] = {}
 
     def write(self, segment: Segment, layer: int, key: Tensor, value: Tensor) -> Slot:
-        """Put a slice's K and V into the sequence's slot; writing the same again, as recompute does, changes nothing."""
+        """Put a slice's K and V into the sequence's slot; recompute writes the same again."""
         layers = self._slots.setdefault(segment.sequence, {})
         slot = layers.get(layer)
         if slot is None:
@@ -194,12 +194,10 @@ def _merge(own: Tensor, own_lse: Tensor, other: Tensor, other_lse: Tensor) -> tu
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """Attention of one layer over one chunk. Keeps q, the output and its log-sum-exp; K and V of whole sequences only."""
+    """Attention of one layer over one chunk. Keeps q, output and log-sum-exp; K and V of whole sequences only."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: int, segments: Segments, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: int, segments: Segments, scale: float) -> Tensor:
         kernel = kernel_for(q.device)
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -222,7 +220,7 @@ class _ChunkAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, *kv = ctx.saved_tensors
         kernel, scale, segments = kernel_for(q.device), ctx.scale, ctx.segments
         dq, dk, dv = torch.empty_like(q), q.new_empty(ctx.kv_shape), q.new_empty(ctx.kv_shape)
@@ -264,7 +262,7 @@ def chunk_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend, as transformers' attention interface asks: (1, heads, tokens, head dim) to (1, tokens, heads, head dim)."""
+    """Attend as transformers' interface asks: (1, heads, tokens, head dim) to (1, tokens, heads, head dim)."""
     assert segments is not None, "a decoder layer was called without the plan's segment table"
     assert attention_mask is None, "boundaries come from the segment table, not from a mask"
     assert dropout == 0.0, "attention dropout is refused when the model is read"

@@ -60,7 +60,7 @@ class Executor:
         }
 
     def run(self, step: Step, replica: Replica, data: ChunkData) -> Tensor:
-        """Run the stage's program; gradients are added to the model's. Return the step's loss on the last stage, else 0.
+        """Run the stage's program, adding to the model's gradients; return the step's loss on the last stage, else 0.
 
         Raises:
             RunError: an op failed; the message names stage, chunk and op, the cause is chained.

@@ -13,42 +13,43 @@ import traceback
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from infinipipe.errors import InfinipipeError, InputError, RunError
-from infinipipe.runtime.trainer import RunOptions, train
+from infinipipe.runtime.options import Run, RunOptions, prepare
+from infinipipe.runtime.trainer import train
 
 # Long enough for a slow step, short enough that a lost peer that nobody reports is noticed.
 TIMEOUT = datetime.timedelta(minutes=30)
 LOST_PEER_WAIT_S = 5.0
 
 
-def run_plan(options: RunOptions, num_ranks: int) -> None:
+def run_plan(options: RunOptions) -> None:
     """Train as the plan says; returns when all steps are done and the weights are saved.
 
-    Args:
-        options: checked by the caller: the plan, the data and the model belong together.
-        num_ranks: stages times replicas of the plan.
-
     Raises:
-        InfinipipeError: a worker failed; notes hold its traceback.
+        InfinipipeError: plan, dataset, model and machine do not fit together, and nothing was written; or a worker
+            failed, and a note holds its traceback.
     """
+    run = prepare(options)
     if "WORLD_SIZE" in os.environ:
-        _join_torchrun(options, num_ranks)
+        _join_torchrun(run)
     else:
-        _start_workers(options, num_ranks)
+        _start_workers(run)
 
 
-def _join_torchrun(options: RunOptions, num_ranks: int) -> None:
+def _join_torchrun(run: Run) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    if world != num_ranks:
+    if world != run.num_ranks:
         raise InputError(
-            f"the plan is for {num_ranks} ranks, torchrun started {world}; set --nproc-per-node and --nnodes to match"
+            f"the plan is for {run.num_ranks} ranks, torchrun started {world}; "
+            "set --nnodes and --nproc-per-node to match"
         )
-    dist.init_process_group(_backend(options.device), timeout=TIMEOUT)
+    dist.init_process_group(_backend(run), timeout=TIMEOUT)
     rank = dist.get_rank()
     try:
-        train(options)
+        train(run)
     except Exception as error:
         failure = _describe(error, rank)
         _give_way(error)
@@ -56,13 +57,13 @@ def _join_torchrun(options: RunOptions, num_ranks: int) -> None:
     dist.destroy_process_group()
 
 
-def _start_workers(options: RunOptions, num_ranks: int) -> None:
+def _start_workers(run: Run) -> None:
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
         context = start_processes(
             name="infinipipe",
             entrypoint=_worker,
-            args={rank: (options, rank, num_ranks, Path(scratch)) for rank in range(num_ranks)},
-            envs={rank: _environment(rank) for rank in range(num_ranks)},
+            args={rank: (run, rank, Path(scratch)) for rank in range(run.num_ranks)},
+            envs={rank: {} for rank in range(run.num_ranks)},
             logs_specs=DefaultLogsSpecs(),
             start_method="spawn",
         )
@@ -75,22 +76,23 @@ def _start_workers(options: RunOptions, num_ranks: int) -> None:
             raise _collect(rank, failure.exitcode, Path(scratch))
 
 
-def _environment(rank: int) -> dict[str, str]:
-    """Workers of one machine talk over the loopback interface alone."""
+def worker_environment(rank: int) -> None:
+    """Prepare a worker process of this machine: its ranks talk over the loopback interface alone."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    return {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
 
 
-def _backend(device: str) -> str:
-    return "gloo" if device == "cpu" else "nccl"
+def _backend(run: Run) -> str:
+    return "gloo" if run.device == "cpu" else "nccl"
 
 
-def _worker(options: RunOptions, rank: int, num_ranks: int, scratch: Path) -> None:
+def _worker(run: Run, rank: int, scratch: Path) -> None:
     """Run one worker process. Ranks meet through a file, so that no port is opened for it."""
+    worker_environment(rank)
     try:
-        store = dist.FileStore(str(scratch / "store"), num_ranks)
-        dist.init_process_group(_backend(options.device), store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
-        train(options)
+        store = FileStore(str(scratch / "store"), run.num_ranks)
+        dist.init_process_group(_backend(run), store=store, rank=rank, world_size=run.num_ranks, timeout=TIMEOUT)
+        train(run)
         dist.destroy_process_group()
     except Exception as error:
         (scratch / f"failure-{rank}").write_bytes(pickle.dumps(_describe(error, rank)))
@@ -110,7 +112,7 @@ def _describe(error: Exception, rank: int) -> InfinipipeError:
 
 
 def _give_way(error: Exception) -> None:
-    """Wait a little if the failure is only that another rank is gone, so that rank's own failure is the one reported."""
+    """Wait a little if another rank is gone, so that its own failure is the one that is reported."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, dist.DistError) or "gloo" in str(error):

@@ -12,28 +12,28 @@ IGNORED = -100
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted sum of token losses. All gradients are computed in forward, while a piece of logits is at hand.
+    """Weighted sum of token losses. Forward computes all gradients, while a piece of logits is at hand.
 
     The gradient of the head's weight goes straight into `weight.grad`, so that chunks waiting for their
     backward do not each hold one; that of `hidden` is kept until backward.
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
         assert weight.grad is not None, "the stage allocates gradients before its first op"
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         for first in range(0, hidden.shape[0], piece):
             rows = slice(first, min(first + piece, hidden.shape[0]))
             logits = (hidden[rows] @ weight.t()).float()
-            lse = logits.logsumexp(-1, keepdim=True)
-            label = targets[rows, None].clamp(min=0)
-            scale = token_weights[rows, None]
-            total += ((lse - logits.gather(1, label)) * scale).sum()
-            # From logits to their gradient, in place: softmax minus one at the target, times the token's weight.
-            logits.sub_(lse).exp_().scatter_add_(1, label, -torch.ones_like(lse)).mul_(scale)
+            label, scale = targets[rows, None].clamp(min=0), token_weights[rows, None]
+            # Softmax in place: of all tensors here only this one is large.
+            top = logits.amax(-1, keepdim=True)
+            picked = logits.gather(1, label) - top
+            normaliser = logits.sub_(top).exp_().sum(-1, keepdim=True)
+            total += ((normaliser.log() - picked) * scale).sum()
+            # The gradient of the logits: softmax minus one at the target, times the token's weight.
+            logits.mul_(scale / normaliser).scatter_add_(1, label, -scale)
             grad = logits.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             weight.grad.addmm_(grad.t(), hidden[rows])
@@ -41,13 +41,13 @@ class _HeadLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (grad_hidden,) = ctx.saved_tensors
         return grad_hidden * grad, None, None, None, None
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
-    """Return the weighted sum of token losses as a float32 scalar, whose backward must run exactly once with gradient 1.
+    """Return the weighted sum of token losses, a float32 scalar; its backward must run exactly once, with gradient 1.
 
     Args:
         hidden: (tokens, hidden size), after the final norm.

@@ -19,7 +19,7 @@ class CpuMemory(TorchDispatchMode):
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self._live: dict[int, weakref.ref[Any]] = {}

@@ -21,6 +21,21 @@ from infinipipe.runtime.loss import head_loss
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
+# Fields of a config that say nothing about what the model computes in training.
+_NOT_SHAPE = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "max_position_embeddings",
+    "pad_token_id",
+    "pretraining_tp",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
 AttentionInterface.register(ATTENTION_NAME, chunk_attention)
 
 
@@ -67,7 +82,7 @@ class StageModel(nn.Module):
         return dict(self.whole.named_parameters())
 
     def init_random(self, seed: int) -> None:
-        """Fill the weights as the model's own initialisation does; each module's depend on its name and the seed only."""
+        """Fill the weights by the model's own rule; each module's depend on its name and the seed only."""
         for name, module in self.whole.named_modules():
             if not any(True for _ in module.parameters(recurse=False)):
                 continue
@@ -113,7 +128,7 @@ class StageModel(nn.Module):
         return embedded
 
     def run_layers(self, hidden: Tensor, positions: Tensor, segments: Segments, recompute: int) -> Tensor:
-        """Run the stage's layers on (1, tokens, hidden size), the first `recompute` of them without keeping activations."""
+        """Run the layers on (1, tokens, hidden size), the first `recompute` of them without keeping activations."""
         rotary = self.whole.model.rotary_emb(hidden, positions)
         for index, layer in enumerate(self.layers):
             if index < recompute:
@@ -134,6 +149,27 @@ class StageModel(nn.Module):
         """Return the weighted sum of token losses; see `head_loss`."""
         normed = self.whole.model.norm(hidden)
         return head_loss(normed[0], self.whole.lm_head.weight, targets, token_weights, piece)
+
+
+def check_config(model: Model, directory: Path) -> None:
+    """Refuse a Hugging Face directory whose model is another than the plan's.
+
+    Raises:
+        InputError: names the fields of the config that differ.
+    """
+    try:
+        found = json.loads((directory / "config.json").read_text())
+        theirs = AutoConfig.for_model(**found).to_dict()
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{directory}: no readable config.json: {error}") from None
+    ours = AutoConfig.for_model(**json.loads(model.config)).to_dict()
+    differ = [k for k in sorted(ours.keys() | theirs.keys()) if k not in _NOT_SHAPE and ours.get(k) != theirs.get(k)]
+    if differ:
+        key = differ[0]
+        raise InputError(
+            f"{directory}: is not the model that the plan was compiled for: {', '.join(differ)} differ "
+            f"({key} is {theirs.get(key)!r}, the plan says {ours.get(key)!r}); compile with a profile of this model"
+        )
 
 
 def _name_seed(seed: int, name: str) -> int:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,43 +16,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from infinipipe.dataset import Dataset, open_dataset
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, Stage, Step
 from infinipipe.ir.store import PlanReader, open_plan
-from infinipipe.ir.verify import verify_header, verify_step
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory, CudaMemory, track_memory
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
+from infinipipe.runtime.options import METRICS, WEIGHTS, Run, open_plan_dataset
 from infinipipe.runtime.transport import DistributedTransport
 from infinipipe.runtime.weights import save_weights
-
-METRICS = "metrics.jsonl"
-WEIGHTS = "model"
-"""What a run leaves in its output directory."""
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """What `infinipipe run` was asked for."""
-
-    plan: Path
-    data: Path
-    """The dataset that the plan was compiled from."""
-    model: Path | None
-    """A Hugging Face directory to read weights from; None draws them from `seed`."""
-    device: str
-    """`cpu` or `cuda`."""
-    num_steps: int
-    lr: float
-    seed: int
-    output: Path
 
 
 @dataclass(frozen=True)
@@ -95,53 +72,49 @@ class Groups:
             self.tied = group if place.stage in ends else None
 
 
-def train(options: RunOptions) -> None:
+def train(run: Run) -> None:
     """Replay the plan on this rank; torch.distributed is initialised and has one rank per stage and replica.
 
     Raises:
-        InfinipipeError: the plan, the dataset and this run do not belong together, or an op failed.
+        InfinipipeError: the ranks do not agree, a weight cannot be read, or an op failed.
     """
-    with open_plan(options.plan) as plan:
-        Worker(options, plan).run()
+    with open_plan(run.plan) as plan:
+        Worker(run, plan).train()
 
 
 class Worker:
     """One rank's share of a run."""
 
-    def __init__(self, options: RunOptions, plan: PlanReader) -> None:
-        self.options, self.plan, self.header = options, plan, plan.header
-        verify_header(self.header)
+    def __init__(self, run: Run, plan: PlanReader) -> None:
+        self.options, self.plan, self.header = run, plan, plan.header
         self.place = Place(dist.get_rank(), len(self.header.stages), self.header.num_replicas)
-        self.device = _device(options.device)
+        self.device = _device(run.device)
         self._agree_on_plan()
         self.layout: Stage = self.header.stages[self.place.stage]
-        self.dataset = self._open_dataset() if self.layout.embedding or self.layout.head else None
+        self.dataset = open_plan_dataset(self.header, run.data) if self.layout.embedding or self.layout.head else None
         self.groups = Groups(self.place, self.header.model.tied)
         self.model = StageModel(self.header.model, self.layout, self.device)
-        if options.model is None:
-            self.model.init_random(options.seed)
+        if run.model is None:
+            self.model.init_random(run.seed)
         else:
-            self.model.load(options.model)
+            self.model.load(run.model)
         self.parameters = self.model.global_parameters()
-        self.optimizer = make_optimizer(self.parameters, options.lr)
+        self.optimizer = make_optimizer(self.parameters, run.lr)
         transport = DistributedTransport(self.groups.channels, self.place.rank, self.device)
         self.executor = Executor(self.header, self.place.stage, self.model, transport)
 
-    def run(self) -> None:
+    def train(self) -> None:
         """Train for the asked number of steps and save the weights."""
         with track_memory(self.device, self._static_tensors()) as memory, self._progress() as report:
             for index in range(self.options.num_steps):
-                step = self.plan.step(index)
-                verify_step(self.header, step)
-                report(self._step(step, memory))
+                report(self._step(self.plan.step(index), memory))
         stage = self.place.stage if self.place.replica == 0 else None
         save_weights(self.options.output / WEIGHTS, self.header, stage, self.parameters)
 
     def _step(self, step: Step, memory: CpuMemory | CudaMemory) -> dict[str, object]:
         memory.reset_peak()
         started = time.perf_counter()
-        loss = self._gradients(step)
-        loss, grad_norm = self._reduce(loss)
+        loss, grad_norm = self._reduce(self._gradients(step))
         if step.denominator:
             self._update(grad_norm)
         for parameter in self.parameters.values():
@@ -216,17 +189,6 @@ class Worker:
         for rank, other in enumerate(digests):
             if not torch.equal(other, digests[0]):
                 raise PlanFileError(f"rank {rank} has another plan than rank 0; give every rank the same file")
-
-    def _open_dataset(self) -> Dataset:
-        info = self.header.dataset
-        dataset = open_dataset(
-            self.options.data,
-            tokenizer="bytes" if info.tokenizer in ("ids", "bytes") else info.tokenizer,
-            vocabulary_size=self.header.model.vocabulary_size,
-            max_length=self.header.max_length,
-        )
-        check_dataset(self.header, self.options.data, dataset.sha256)
-        return dataset
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[dict[str, object]], None]]:

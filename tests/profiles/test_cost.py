@@ -39,6 +39,7 @@ def round_profile() -> Profile:
         head_per_token=3.0,
         layer_forward_peak=Line(constant=7.0, rate=5.0),
         layer_backward_peak=Line(constant=9.0, rate=6.0),
+        slice_backward_per_token=4.0,
         context_per_token=4.0,
         embedding_backward_peak=Line(constant=0.0, rate=1.0),
         head_forward_peak=Line(constant=11.0, rate=8.0),
@@ -122,7 +123,7 @@ def test_chunk_costs_by_hand() -> None:
     assert costs.saved_bytes.tolist() == [8 * 90, 7 * 110]
     assert costs.forward_peak_bytes[0].tolist() == [7 + 40, 7 + 35]
     assert costs.forward_peak_bytes[1].tolist() == [11 + 64 + 4000, 11 + 56 + 4000]
-    assert costs.backward_peak_bytes[1].tolist() == [9 + 48, 9 + 42 + 32]
+    assert costs.backward_peak_bytes[1].tolist() == [9 + 48, 28 + 32]
     assert costs.activation_bytes.tolist() == [80, 70]
 
 
@@ -143,7 +144,7 @@ def test_memory_of_a_split_sequence_by_hand() -> None:
     during = [
         slot + kept[0] + 47 + 40,  # and the first gradient's receive
         slot + sum(kept) + 27 + 40 + 80,  # and F0's send
-        slot + grads + sum(kept) + 9 + 24 + 32 + 40 + 80 + 40,  # and F1's send, the next receive, B1's own gradient
+        slot + grads + sum(kept) + 16 + 32 + 40 + 80 + 40,  # and F1's send, the next receive, B1's own gradient
         slot + grads + kept[0] + 9 + 48 + 40 + 80,
     ]
     assert (trace.during - static).tolist() == during
