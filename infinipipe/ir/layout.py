@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import struct
 import zlib
 from array import array
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from infinipipe.errors import PlanFileError
+from infinipipe.errors import PlanFileError, VerifyError
 from infinipipe.ir.plan import FORMAT_VERSION, Step
 
 T = TypeVar("T")
@@ -124,6 +126,15 @@ def decode(path: Path, data: bytes, type_: type[T], what: str) -> T:
         return msgspec.msgpack.decode(data, type=type_)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise damaged(path, f"its {what} is not as the format says: {error}") from None
+
+
+@contextlib.contextmanager
+def named_faults(path: Path) -> Iterator[None]:
+    """Name the file in what the rules say."""
+    try:
+        yield
+    except VerifyError as error:
+        raise VerifyError(f"{shown(path)}: {error}; {AGAIN}") from None
 
 
 def damaged(path: Path, why: str) -> PlanFileError:

@@ -6,7 +6,8 @@ The index holds the offset and the crc32 of the header and of every step, the sh
 bytes before it, and the plan's totals. The trailer has a fixed size, so that it is found from
 the end of the file; it holds the index's offset and crc32, and a crc32 of itself. So every
 byte is covered: header, index and trailer are checked on opening, a step when it is read,
-and `PlanReader.check_all` checks the digest of the whole.
+and `PlanReader.check_all` checks the digest of the whole. What is read is also verified:
+nobody ever holds a header or a step that breaks a rule.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from infinipipe.errors import PlanFileError
 from infinipipe.ir import files, layout
 from infinipipe.ir.layout import Index, Totals
 from infinipipe.ir.plan import Header, Step
+from infinipipe.ir.verify import verify_header, verify_step
 
 T = TypeVar("T")
 
@@ -114,6 +116,7 @@ class PlanWriter:
         """Take a step that is already in the file into account, if it is one."""
         try:
             step = layout.decode(self._temporary, data, Step, "step")
+            verify_step(self.header, step)
         except PlanFileError:
             return False
         if step.index != self.num_steps or step.index >= self.header.num_steps:
@@ -170,6 +173,7 @@ class PlanReader:
 
     Raises:
         PlanFileError: the file is missing, damaged, truncated, foreign, or of another format.
+        VerifyError: its header breaks a rule.
     """
 
     def __init__(self, path: Path) -> None:
@@ -182,6 +186,8 @@ class PlanReader:
             self.header = self._decoded(0, Header, "header")
             if self.header.num_steps != self.num_steps or self.totals.num_steps != self.num_steps:
                 raise layout.damaged(path, f"the file holds {self.num_steps} steps, its header promises another number")
+            with layout.named_faults(path):
+                verify_header(self.header)
         except BaseException:
             self._file.close()
             raise
@@ -192,10 +198,11 @@ class PlanReader:
         return len(self._offsets) - 1
 
     def step(self, index: int) -> Step:
-        """Read and check one step, without the others.
+        """Read, check and verify one step, without the others.
 
         Raises:
             PlanFileError: there is no such step, or it is damaged.
+            VerifyError: it breaks a rule.
         """
         if not 0 <= index < self.num_steps:
             raise PlanFileError(
@@ -204,6 +211,8 @@ class PlanReader:
         step = self._decoded(index + 1, Step, f"step {index}")
         if step.index != index:
             raise layout.damaged(self.path, f"step {index} says it is step {step.index}")
+        with layout.named_faults(self.path):
+            verify_step(self.header, step)
         return step
 
     def __len__(self) -> int:
@@ -251,10 +260,11 @@ class PlanReader:
 
 
 def open_plan(path: Path) -> PlanReader:
-    """Open a plan file; its header, index and trailer are checked.
+    """Open a plan file; its header, index and trailer are checked, and every step when it is read.
 
     Raises:
         PlanFileError: the file is missing, damaged, truncated, foreign, or of another format.
+        VerifyError: its header breaks a rule.
     """
     return PlanReader(path)
 

@@ -8,6 +8,7 @@ A row may come again in another step: that is the next epoch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,9 @@ from infinipipe.ir.program_rules import (
     ReplicaCase,
 )
 from infinipipe.ir.step_rules import STEP_RULES
-from infinipipe.ir.store import PlanReader
+
+if TYPE_CHECKING:
+    from infinipipe.ir.store import PlanReader
 
 _FILE_RULES = ("The file's bytes are those that were written.", "The totals are the sums over the steps.")
 
@@ -74,18 +77,14 @@ def verify_plan(reader: PlanReader, on_step: Callable[[], object] = lambda: None
     """
     reader.check_all()
     totals, num_slices, num_transfers = Totals(), 0, 0
-    try:
-        verify_header(reader.header)
-        for step in reader:
-            verify_step(reader.header, step)
-            totals = totals.plus(step)
-            num_slices += sum(len(chunk.slices) for replica in step.replicas for chunk in replica.chunks)
-            num_transfers += 2 * (len(reader.header.stages) - 1) * sum(len(replica.chunks) for replica in step.replicas)
-            on_step()
-        if totals != reader.totals:
-            raise VerifyError("the totals are not the sums over the steps")
-    except VerifyError as error:
-        raise VerifyError(f"{shown(reader.path)}: {error}; {AGAIN}") from None
+    # The reader verifies the header and each step.
+    for step in reader:
+        totals = totals.plus(step)
+        num_slices += sum(len(chunk.slices) for replica in step.replicas for chunk in replica.chunks)
+        num_transfers += 2 * (len(reader.header.stages) - 1) * sum(len(replica.chunks) for replica in step.replicas)
+        on_step()
+    if totals != reader.totals:
+        raise VerifyError(f"{shown(reader.path)}: the totals are not the sums over the steps; {AGAIN}")
     return _report(totals, num_slices, num_transfers)
 
 

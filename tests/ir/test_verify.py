@@ -331,13 +331,18 @@ def test_corrupt_headers_are_refused(header: Header, expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_verify_plan_names_the_file_and_the_remedy(tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan", make_header(num_replicas=2, memory_limit_bytes=(5, 5)))
-    with open_plan(tmp_path / "plan") as reader, pytest.raises(VerifyError) as caught:
-        verify_plan(reader)
-    assert re.fullmatch(
-        r".*/plan: step 0, replica 0, stage 0: a predicted peak .*; compile it again with .*", str(caught.value)
-    )
+def test_readers_verify_what_they_read_and_name_the_file(tmp_path: Path) -> None:
+    """Nothing of a plan that breaks a rule can be shown or run."""
+    end = r"; compile it again with `infinipipe compile`"
+    write_plan(tmp_path / "plan", make_header(num_replicas=2, memory_limit_bytes=(10**6, 10**6 - 1)))
+    with open_plan(tmp_path / "plan") as reader:
+        with pytest.raises(VerifyError, match=r".*/plan: step 1, replica 0, stage 1: a predicted peak .*" + end):
+            reader.step(1)
+        with pytest.raises(VerifyError, match=r".*/plan: step 0, replica 0, stage 1: a predicted peak .*" + end):
+            verify_plan(reader)
+    write_plan(tmp_path / "plan", make_header(logits_tokens=0))
+    with pytest.raises(VerifyError, match=r".*/plan: header: logits_tokens is 0, less than 1" + end):
+        open_plan(tmp_path / "plan")
 
 
 INTEGERS = st.integers(-3, 50) | st.sampled_from([-(2**63), 2**63, 10**9])

@@ -10,7 +10,15 @@ import msgpack
 import msgspec
 
 from infinipipe.ir import Step, open_plan, parse_program
-from infinipipe.ir.view import PlanView, StepView, plan_document, plan_schema, step_document, step_summary
+from infinipipe.ir.view import (
+    PlanView,
+    StepView,
+    header_document,
+    plan_document,
+    plan_schema,
+    step_document,
+    step_summary,
+)
 from tests.plans import PROFILE, make_header, make_step, write_plan
 
 
@@ -75,12 +83,10 @@ def test_step_document_shows_boundaries_and_positions() -> None:
     assert document["sequences"][1] == {"row": 1, "length": 40, "num_targets": 39}
 
 
-def test_profiles_with_more_than_json_knows_are_shown(tmp_path: Path) -> None:
+def test_profiles_with_more_than_json_knows_are_shown() -> None:
     profile = msgpack.packb({"blob": b"\x00\xff", "inf": float("inf")})
-    write_plan(tmp_path / "plan", make_header(profile=msgspec.Raw(profile)))
-    with open_plan(tmp_path / "plan") as reader:
-        document = plan_document(reader)
-    assert json.dumps(document["header"]["profile"], allow_nan=False) == '{"blob": "AP8=", "inf": null}'
+    document = header_document(make_header(profile=msgspec.Raw(profile)))
+    assert json.dumps(document["profile"], allow_nan=False) == '{"blob": "AP8=", "inf": null}'
 
 
 def test_schema_defines_all_it_refers_to() -> None:
