@@ -9,6 +9,7 @@ only waits less, so what ends here ends there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -55,11 +56,16 @@ class _Pipeline:
 
     def run(self) -> None:
         """Let every stage go as far as it can, until none can."""
-        awake = list(range(len(self.directions)))
+        awake = deque(range(len(self.directions)))
+        asleep = [False] * len(self.directions)
         while awake:
-            stage = awake.pop()
+            stage = awake.popleft()
+            asleep[stage] = True
             if self._advance(stage):
-                awake += [s for s in (stage - 1, stage + 1) if 0 <= s < len(self.directions)]
+                for neighbour in (stage - 1, stage + 1):
+                    if 0 <= neighbour < len(asleep) and asleep[neighbour]:
+                        asleep[neighbour] = False
+                        awake.append(neighbour)
 
     def wait(self, stage: int) -> Wait:
         """Say what a stage that cannot go on waits for."""
