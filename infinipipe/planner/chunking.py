@@ -13,6 +13,8 @@ from infinipipe.planner.problem import Problem, Work
 
 # Even slices may have a little more work than asked for, rather than be one more and smaller.
 _STRETCH = 1.1
+# A tail of less work than this part of a slice joins the slice before it.
+_LEAST_TAIL = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class _Mesh:
     def boundary(self, number: int) -> int:
         while len(self._boundaries) <= number:
             last = self._boundaries[-1]
-            reach = int(min(self._work.reach(last, self._target), last + self._max_tokens))
+            reach = round(min(self._work.reach(last, self._target), last + self._max_tokens))
             self._boundaries.append(max(reach, last + 1))
         return self._boundaries[number]
 
@@ -77,6 +79,9 @@ class _Mesh:
         bounds = [0]
         while (bound := self.boundary(len(bounds))) < length:
             bounds.append(bound)
+        if len(bounds) > 1 and length - bounds[-2] <= self._max_tokens:
+            tail = self._work.between(bounds[-1], length)
+            bounds = bounds[:-1] if tail < _LEAST_TAIL * self._target else bounds
         return [*bounds, length]
 
 
@@ -84,14 +89,15 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
     """Return the boundaries of slices of equal work, each at most about `target` and `max_tokens` tokens."""
     bare = Work(work.s_per_token, work.s_per_pair, 0.0)
     total = bare.between(0, length)
-    count = max(1, math.ceil(total / target / _STRETCH), -(-length // max_tokens))
-    while True:
-        bounds = [0, *(round(bare.reach(0, total * i / count)) for i in range(1, count)), length]
-        longest = max(b - a for a, b in pairwise(bounds))
-        if longest <= max_tokens or count >= length:
-            break
-        count += 1
-    return sorted(set(bounds))
+    count = min(length, max(1, math.ceil(total / target / _STRETCH), -(-length // max_tokens)))
+    bounds = [0]
+    for slices in range(count, 1, -1):
+        last = bounds[-1]
+        reach = round(bare.reach(last, bare.between(last, length) / slices))
+        # Every later slice needs a token and can take no more than the most.
+        least, most = max(last + 1, length - (slices - 1) * max_tokens), min(last + max_tokens, length - slices + 1)
+        bounds.append(min(max(reach, least), most))
+    return [*bounds, length]
 
 
 @dataclass

@@ -1,0 +1,71 @@
+"""Small problems: a few short sequences on a small model whose costs keep the proportions of a large one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as SequenceOf
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from infinipipe.ir import Sequence
+from infinipipe.planner.partition import make_stages
+from infinipipe.planner.problem import Pipeline, Problem
+from infinipipe.profiles import Curve, LayerTime, Line, Profile, read_model
+from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.profiles.cost import static_bytes
+
+ROOMY = 2**62
+_QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
+
+
+@cache
+def toy_profile(num_layers: int = 6) -> Profile:
+    """Return a profile in which one token of one layer takes 1 s in F and 2 s in B, attention and overhead some."""
+    profile = analytic_profile(msgspec.structs.replace(read_model("tiny"), num_layers=num_layers), "a800-80g")
+
+    def layer(scale: float) -> LayerTime:
+        curve = Curve(tokens=(2, 4, 64), seconds=(2.5 * scale, 4.2 * scale, 64 * scale))
+        return LayerTime(curve=curve, s_per_pair=0.02 * scale, s_per_slice=0.01 * scale)
+
+    def ends(scale: float) -> Curve:
+        return Curve(tokens=(1, 64), seconds=(scale, 64 * scale))
+
+    times = msgspec.structs.replace(
+        profile.times,
+        layer_forward=layer(1),
+        layer_backward=layer(2),
+        layer_recompute=layer(1),
+        chunk_forward_s=0.1,
+        chunk_backward_s=0.2,
+        embedding_forward=ends(0.05),
+        embedding_backward=ends(0.1),
+        head_forward=ends(0.5),
+        head_backward=ends(0.1),
+        optimizer_s=Line(constant=1.0, rate=0.0),
+        transfer_s=Line(constant=0.05, rate=0.0001),
+    )
+    return msgspec.structs.replace(profile, times=times)
+
+
+def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:
+    return tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths))
+
+
+def toy_pipeline(counts: SequenceOf[int], room_bytes: float = ROOMY) -> Pipeline:
+    """Return stages of so many layers, each with so many bytes besides its static ones."""
+    profile, stages = toy_profile(sum(counts)), make_stages(counts)
+    limits = tuple(static_bytes(profile, stage) + int(room_bytes) for stage in stages)
+    return Pipeline(profile, stages, limits, logits_tokens=16)
+
+
+def toy_problem(lengths: SequenceOf[int], counts: SequenceOf[int], room_bytes: float = ROOMY) -> Problem:
+    return Problem(toy_pipeline(counts, room_bytes), toy_sequences(lengths), tuple(range(len(lengths))))
+
+
+def draw_lengths(name: str, count: int, seed: int) -> list[int]:
+    """Draw lengths from the quantiles of a real data set."""
+    quantiles = json.loads(_QUANTILES.read_text())[name]["quantiles"]
+    return np.random.default_rng(seed).choice(np.array(quantiles), count).tolist()
