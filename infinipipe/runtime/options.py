@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from infinipipe.dataset import BYTES, Dataset, open_dataset
+from infinipipe.dataset import BYTES, Dataset, check_same_dataset, open_dataset
 from infinipipe.errors import InputError, PlanFileError
 from infinipipe.ir import Header, OpKind, Step
 from infinipipe.ir.store import PlanReader, open_plan
 from infinipipe.ir.verify import verify_header, verify_step
-from infinipipe.runtime.model import check_config
 
 METRICS = "metrics.jsonl"
 WEIGHTS = "model"
@@ -80,7 +78,12 @@ def prepare(options: RunOptions) -> Run:
         )
         if (run.output / METRICS).exists() or (run.output / WEIGHTS).exists():
             raise InputError(f"{run.output}: holds a run already; remove it or choose another directory with --output")
+        if run.output.exists() and not run.output.is_dir():
+            raise InputError(f"{run.output}: is not a directory; choose another with --output")
         if run.model is not None:
+            # Only this needs transformers, which takes seconds to import.
+            from infinipipe.runtime.model import check_config
+
             check_config(header.model, run.model)
         _verify_steps(plan, run.num_steps)
     return run
@@ -94,9 +97,8 @@ def open_plan_dataset(header: Header, path: Path) -> Dataset:
     """
     info = header.dataset
     tokenizer = BYTES if info.tokenizer == "ids" else info.tokenizer
-    dataset = open_dataset(path, tokenizer, header.model.vocabulary_size, header.max_length)
-    _check_digest(path, dataset.info.sha256, header)
-    return dataset
+    check_same_dataset(path, info)
+    return open_dataset(path, tokenizer, header.model.vocabulary_size, header.max_length)
 
 
 def _find_data(options: RunOptions, header: Header) -> Path:
@@ -108,22 +110,8 @@ def _find_data(options: RunOptions, header: Header) -> Path:
     recorded = Path(header.dataset.path)
     beside = options.plan.parent / recorded
     path = options.data or (beside if beside.exists() and not recorded.exists() else recorded)
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; name the plan's dataset with --data") from None
-    _check_digest(path, digest, header)
+    check_same_dataset(path, header.dataset)
     return path
-
-
-def _check_digest(path: Path, digest: str, header: Header) -> None:
-    expected = header.dataset.sha256
-    if digest != expected:
-        raise PlanFileError(
-            f"{path}: is not the dataset that the plan was compiled from "
-            f"(sha256 {digest[:12]}, the plan says {expected[:12]}); compile it again or choose another with --data"
-        )
 
 
 def _num_steps(options: RunOptions, header: Header) -> int:
@@ -140,8 +128,8 @@ def _choose_device(asked: str, num_ranks: int) -> str:
         raise InputError("no CUDA device is available here; use --device cpu")
     if asked != "cpu" and 0 < available < num_ranks and "WORLD_SIZE" not in os.environ:
         raise InputError(
-            f"the plan needs {num_ranks} GPUs, this machine has {available}; start `infinipipe run` with torchrun on more "
-            "machines, compile with fewer --stages, or use --device cpu"
+            f"the plan needs {num_ranks} GPUs, this machine has {available}; start `infinipipe run` with torchrun on "
+            "more machines, compile with fewer --stages, or use --device cpu"
         )
     return "cpu" if asked == "cpu" or not available else "cuda"
 
