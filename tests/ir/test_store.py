@@ -167,9 +167,8 @@ def test_trailing_garbage_and_concatenated_plans_are_refused(path: Path) -> None
 
 def test_every_truncation_is_refused(path: Path) -> None:
     write_plan(path)
-    data = path.read_bytes()
-    for size in range(len(data)):
-        path.write_bytes(data[:size])
+    for size in reversed(range(path.stat().st_size)):
+        os.truncate(path, size)
         refused(path)
 
 
@@ -189,6 +188,23 @@ def test_every_flipped_bit_is_refused(path: Path) -> None:
             file.seek(at)
             file.write(data[at : at + 1])
     read_all(path)
+
+
+def test_random_splices_are_refused(path: Path) -> None:
+    """Ranges dropped, doubled, moved, zeroed, or replaced by noise."""
+    write_plan(path)
+    data = path.read_bytes()
+    draw = random.Random(0)
+    for _ in range(500):
+        a, b, c = sorted(draw.sample(range(len(data) + 1), 3))
+        first, second = data[a:b], data[b:c]
+        middle = draw.choice(
+            (first, second, first + first + second, second + first, b"\x00" * (c - a), draw.randbytes(c - a))
+        )
+        spliced = data[:a] + middle + data[c:]
+        if spliced != data:
+            path.write_bytes(spliced)
+            refused(path)
 
 
 def test_a_flipped_step_leaves_the_others_readable(path: Path) -> None:

@@ -1,0 +1,44 @@
+"""Every kind of corruption of a plan of every policy is refused by a message that names the place."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from infinipipe.dataset import open_dataset
+from infinipipe.errors import VerifyError
+from infinipipe.ir import Header, Step, open_plan, verify_step
+from infinipipe.planner.compile import compile_plan
+from infinipipe.planner.options import CompileOptions
+from infinipipe.planner.policies import POLICIES
+from infinipipe.profiles import read_model
+from infinipipe.profiles.analytic import analytic_profile
+from tests.mutations import MUTATIONS, mutants
+
+LENGTHS = (12_000, 11_000, 9_000, 9_500, 6_000, 5_500, 700, 600, 400, 300, 90, 80, 60, 50, 20, 10)
+
+
+@pytest.fixture(scope="module", params=sorted(POLICIES))
+def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Header, Step]:
+    folder: Path = tmp_path_factory.mktemp("plan")
+    (folder / "lengths.jsonl").write_text("".join(json.dumps({"length": n}) + "\n" for n in LENGTHS))
+    profile = analytic_profile(read_model("llama-7b"), "a800-80g")
+    options = CompileOptions(
+        num_stages=4, num_replicas=2, memory_limit_bytes=(60 * 2**30,), batch_size=len(LENGTHS), policy=request.param
+    )
+    dataset = open_dataset(folder / "lengths.jsonl", "bytes", profile.model.vocabulary_size)
+    compile_plan(dataset, profile, options, folder / "plan.msgpack")
+    with open_plan(folder / "plan.msgpack") as reader:
+        return reader.header, reader.step(0)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_corruption_is_refused(plan: tuple[Header, Step], name: str) -> None:
+    header, step = plan
+    for mutant, pattern in mutants(name, header, step):
+        with pytest.raises(VerifyError) as caught:
+            verify_step(header, mutant)
+        assert re.match(pattern, str(caught.value)), str(caught.value)
