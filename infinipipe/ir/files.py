@@ -23,17 +23,24 @@ def open_alone(path: Path) -> BinaryIO:
     """Open a temporary file to read and write, if no other process does."""
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
         # The other process may have ended, and renamed this file, between our two calls.
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         file.close()
         raise BlockingIOError(errno.EAGAIN, "another compile is writing it") from None
-    except BaseException:
-        file.close()
-        raise
     return file
+
+
+def _lock(file: BinaryIO) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        # Some network file systems have no locks; there the user must not compile twice at once.
+        return
 
 
 def complete_objects(file: BinaryIO) -> Iterator[bytes]:
