@@ -7,10 +7,20 @@ export PYTHONNOUSERSITE := 1
 export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# The demo: a limit that is too low to keep everything, so that stages recompute; long files are split, short ones packed.
+DEMO_COMPILE := --stages 2 --memory 100MiB --max-length 3072 --batch-size 8 --steps 8
+DEMO_RUN := --device cpu --lr 2e-3
+
 .PHONY: demo test check format wheel docs clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py demo
+	@rm -rf demo && mkdir demo
+	$(BIN)/python examples/stdlib_dataset.py demo/dataset.jsonl
+	cd demo && ../$(BIN)/infinipipe profile tiny --device cpu
+	cd demo && ../$(BIN)/infinipipe compile dataset.jsonl $(DEMO_COMPILE)
+	cd demo && ../$(BIN)/infinipipe inspect plan.msgpack --table
+	cd demo && ../$(BIN)/infinipipe run plan.msgpack $(DEMO_RUN)
+	$(BIN)/python examples/show_run.py demo/infinipipe-run/metrics.jsonl
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -1,6 +1,6 @@
 """Show a run as a table: the loss, and time and memory as predicted and as measured.
 
-    python examples/show_run.py infinipipe-run/metrics.jsonl
+python examples/show_run.py infinipipe-run/metrics.jsonl
 """
 
 import json
@@ -16,11 +16,11 @@ MIB = 2**20
 
 def run_table(steps: list[dict[str, Any]]) -> Table:
     """Return one row a step."""
-    table = Table(title="The run (predicted -> measured; MiB of each stage)", title_justify="left")
+    table = Table(title="The run: predicted -> measured", title_justify="left", box=None)
     for name in ("step", "loss", "grad norm", "tokens/s", "seconds"):
         table.add_column(name, justify="right")
     for stage in range(len(steps[0]["peak_bytes"])):
-        table.add_column(f"stage {stage}", justify="right")
+        table.add_column(f"stage {stage} MiB", justify="right")
     for step in steps:
         table.add_row(*step_row(step))
     return table

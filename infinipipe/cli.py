@@ -6,28 +6,26 @@ Every command imports what it needs when it runs, so that only `profile` and `ru
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from infinipipe import __version__
-from infinipipe.errors import InfinipipeError
+from infinipipe.errors import InfinipipeError, InputError
 
 if TYPE_CHECKING:
-    from infinipipe.ir import Header, LossNorm
+    from infinipipe.ir import LossNorm, Model, PlanReader
 
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
 
-# What a shell reports for SIGINT and for SIGPIPE.
 INTERRUPTED = 130
-BROKEN_PIPE = 141
+"""What a shell reports for SIGINT."""
 
 _UNITS = {"": 1, "B": 1} | {
     prefix + suffix: base**power
@@ -36,7 +34,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
-class MemoryLimits(click.ParamType):
+class MemoryLimits(click.ParamType[tuple[int, ...]]):
     """Bytes with a unit, such as `80GiB`; a comma list gives every stage its own limit."""
 
     name = "size"
@@ -109,42 +107,93 @@ def profile(model: str, output: Path, device: str, analytic: str | None) -> None
 @click.argument("dataset", type=_PATH)
 @click.option("-p", "--profile", "profile_path", type=_PATH, default="profile.json", help="Profile to plan with.")
 @click.option("-o", "--output", type=_PATH, default="plan.msgpack", help="Plan to write.")
-@click.option("--stages", type=_COUNT, help="Pipeline stages.  [default: the profile's devices]")
-@click.option("--replicas", type=_COUNT, default=1, help="Data-parallel copies of the pipeline.")
+@click.option("--stages", type=_COUNT, metavar="N", help="Pipeline stages.  [default: the profile's devices]")
+@click.option("--replicas", type=_COUNT, metavar="N", default=1, help="Data-parallel copies of the pipeline.")
 @click.option("--memory", type=MemoryLimits(), help="Limit of each stage: 80GiB, or one each: 40GiB,80GiB.")
-@click.option("--batch-size", type=_COUNT, default=16, help="Sequences in a step.")
-@click.option("--max-length", type=_COUNT, help="Cut longer sequences to so many tokens.")
-@click.option("--steps", type=_COUNT, help="Steps to plan.  [default: once through the dataset]")
-@click.option("--seed", type=_SEED, default=0, help="Draws the batches.")
+@click.option("--batch-size", type=_COUNT, metavar="N", help="Sequences in a step.  [default: 512]")
+@click.option("--max-length", type=_COUNT, metavar="N", help="Cut longer sequences to so many tokens.")
+@click.option("--steps", type=_COUNT, metavar="N", help="Steps to plan.  [default: once through the dataset]")
+@click.option("--seed", type=_SEED, metavar="N", default=0, help="Draws the batches.")
 @click.option("--policy", default="epp", help="How to schedule.")
 @click.option("--loss-norm", type=click.Choice(["token", "sequence"]), default="token", help="What the loss averages.")
-def compile_(dataset: Path, profile_path: Path, output: Path, **options: Any) -> None:
+def compile_(
+    dataset: Path,
+    profile_path: Path,
+    output: Path,
+    stages: int | None,
+    replicas: int,
+    memory: tuple[int, ...] | None,
+    batch_size: int | None,
+    max_length: int | None,
+    steps: int | None,
+    seed: int,
+    policy: str,
+    loss_norm: LossNorm,
+) -> None:
     """Plan every step of training on DATASET.
 
     DATASET is JSON Lines, plain or gzip. A line has "text", or "input_ids" and perhaps "labels", or only "length".
     """
+    from infinipipe.dataset import open_dataset
+    from infinipipe.ir.store import open_plan
+    from infinipipe.planner.compile import compile_plan
+    from infinipipe.planner.options import CompileOptions
+    from infinipipe.profiles import read_profile
+    from infinipipe.report import plan_report
+
+    options = CompileOptions(
+        num_stages=stages,
+        num_replicas=replicas,
+        memory_limit_bytes=memory,
+        batch_size=batch_size,
+        num_steps=steps,
+        seed=seed,
+        policy=policy,
+        loss_norm=loss_norm,
+    )
+    costs = read_profile(profile_path)
+    with _progress("read") as progress:
+        data = open_dataset(dataset, _tokenizer(costs.model), costs.model.vocabulary_size, max_length, progress)
+    with _progress("compile") as progress:
+        compile_plan(data, costs, options, output, progress)
+    with open_plan(output) as reader:
+        _say(f"{output}: {reader.header.model.name} on {costs.device.name}")
+        for line in plan_report(reader, data.num_cut_tokens):
+            _say(line)
 
 
 @cli.command()
 @click.argument("plan", type=_PATH)
 @click.option("--step", "index", type=click.IntRange(min=0), metavar="K", help="Show step K whole.")
-@click.option("--all", "everything", is_flag=True, help="Show the header and every step whole, one JSON document a line.")
-def inspect(plan: Path, index: int | None, everything: bool) -> None:
+@click.option("--all", "everything", is_flag=True, help="Show the header and every step whole, one a line.")
+@click.option("--table", is_flag=True, help="Show tables instead of JSON; with --step that step's chunks and programs.")
+@click.option("--html", type=_PATH, metavar="FILE", help="Write a page that draws every step's timeline.")
+@click.option("--trace", type=_PATH, metavar="FILE", help="Write a step's timeline for Perfetto.  [default: step 0]")
+@click.option("--csv", type=_PATH, metavar="FILE", help="Write a step's programs for torch.  [default: step 0]")
+@click.option("--schema", is_flag=True, help="Show the JSON Schema of all that inspect shows.")
+def inspect(
+    plan: Path,
+    index: int | None,
+    everything: bool,
+    table: bool,
+    html: Path | None,
+    trace: Path | None,
+    csv: Path | None,
+    schema: bool,
+) -> None:
     """Show PLAN as JSON: the header, totals and a summary of each step."""
     from infinipipe.ir.store import open_plan
-    from infinipipe.ir.view import header_document, plan_document, step_document
 
-    if everything and index is not None:
-        raise click.UsageError("--step and --all exclude each other")
+    files = any((html, trace, csv))
+    if everything + table + schema + files > 1 or (index is not None and (everything or schema)):
+        raise click.UsageError("choose one of --all, --table, --schema and files to write; --step is for one step")
     with open_plan(plan) as reader:
-        if everything:
-            _print_line(header_document(reader.header))
-            for step in reader:
-                _print_line(step_document(reader.header, step))
-        elif index is not None:
-            _print_document(step_document(reader.header, reader.step(index)))
+        if files:
+            _write_views(reader, index or 0, html, trace, csv)
+        elif table:
+            _print_tables(reader, index)
         else:
-            _print_document(plan_document(reader))
+            _print_documents(reader, index, everything, schema)
 
 
 @cli.command()
@@ -167,13 +216,22 @@ def verify(plan: Path, data: Path | None) -> None:
 @cli.command()
 @click.argument("plan", type=_PATH)
 @click.option("--data", type=_PATH, metavar="DATASET", help="Where the plan's dataset is.  [default: as the plan says]")
-@click.option("--model", type=_PATH, metavar="DIR", help="Hugging Face directory to start from.  [default: random weights]")
+@click.option("--model", type=_PATH, metavar="DIR", help="Start from the weights of a Hugging Face directory.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to train on.")
-@click.option("--steps", type=_COUNT, help="Stop after so many steps.  [default: all of the plan]")
-@click.option("--lr", type=click.FloatRange(min=0), default=3e-4, help="Learning rate of AdamW.")
-@click.option("--seed", type=_SEED, default=0, help="Draws random weights.")
+@click.option("--steps", type=_COUNT, metavar="N", help="Stop after so many steps.  [default: all of the plan]")
+@click.option("--lr", type=click.FloatRange(min=0), metavar="X", default=3e-4, help="Learning rate of AdamW.")
+@click.option("--seed", type=_SEED, metavar="N", default=0, help="Draws random weights.")
 @click.option("--output", type=_PATH, metavar="DIR", default="infinipipe-run", help="Folder for metrics and weights.")
-def run(plan: Path, data: Path | None, model: Path | None, device: str, steps: int | None, lr: float, seed: int, output: Path) -> None:
+def run(
+    plan: Path,
+    data: Path | None,
+    model: Path | None,
+    device: str,
+    steps: int | None,
+    lr: float,
+    seed: int,
+    output: Path,
+) -> None:
     """Train as PLAN says, with one process per stage and replica.
 
     Starts its own processes on this machine, or is one of them under torchrun.
@@ -181,7 +239,16 @@ def run(plan: Path, data: Path | None, model: Path | None, device: str, steps: i
     from infinipipe.runtime.launch import run_plan
     from infinipipe.runtime.options import RunOptions
 
-    run_plan(RunOptions(plan=plan, data=data, model=model, device=device, num_steps=steps, lr=lr, seed=seed, output=output))
+    run_plan(
+        RunOptions(plan=plan, data=data, model=model, device=device, num_steps=steps, lr=lr, seed=seed, output=output)
+    )
+
+
+def _tokenizer(model: Model) -> str:
+    """Return the tokenizer for text: the model's own, or bytes."""
+    from infinipipe.dataset import BYTES
+
+    return model.name if (Path(model.name) / "tokenizer.json").is_file() else BYTES
 
 
 def main() -> None:
@@ -193,7 +260,6 @@ def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code; what a user can cause is reported here, in one line."""
     try:
         cli.main(arguments, prog_name="infinipipe", standalone_mode=False)
-        sys.stdout.flush()
     except InfinipipeError as error:
         for note in getattr(error, "__notes__", ()):
             _say(note)
@@ -204,10 +270,6 @@ def run_command(arguments: list[str]) -> int:
         return error.exit_code
     except click.Abort:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output is gone; the interpreter would complain when it flushes once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     return 0
 
 
@@ -223,16 +285,59 @@ def _progress(what: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print_document(document: object) -> None:
+def _print_documents(reader: PlanReader, index: int | None, everything: bool, schema: bool) -> None:
+    from infinipipe.ir.view import header_document, plan_document, plan_schema, step_document
+
+    if everything:
+        click.echo(_json(header_document(reader.header)))
+        for step in reader:
+            click.echo(_json(step_document(reader.header, step)))
+    elif schema:
+        click.echo(_json(plan_schema(), indent=2))
+    elif index is not None:
+        click.echo(_json(step_document(reader.header, reader.step(index)), indent=2))
+    else:
+        click.echo(_json(plan_document(reader), indent=2))
+
+
+def _print_tables(reader: PlanReader, index: int | None) -> None:
+    from rich.console import Console
+
+    from infinipipe.ir.table import plan_tables, step_tables
+
+    # A pipe or a file has no width of its own to fit.
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(plan_tables(reader) if index is None else step_tables(reader.header, reader.step(index)))
+
+
+def _write_views(reader: PlanReader, index: int, html: Path | None, trace: Path | None, csv: Path | None) -> None:
+    from infinipipe.ir.page import plan_page
+    from infinipipe.ir.timeline import chrome_trace, schedule_csv
+    from infinipipe.planner.redraw import step_spans
+
+    header = reader.header
+    if html is not None:
+        _write(html, plan_page(header, ((step, step_spans(header, step)) for step in reader)))
+    if trace is not None:
+        step = reader.step(index)
+        _write(trace, _json(chrome_trace(header, step, step_spans(header, step))))
+    if csv is not None:
+        _write(csv, "".join(schedule_csv(replica) for replica in reader.step(index).replicas))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; choose another file") from None
+    _say(f"{path}: written")
+
+
+def _json(document: object, indent: int = 0) -> str:
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(document)))
-
-
-def _print_line(document: object) -> None:
-    import msgspec
-
-    click.echo(msgspec.json.encode(document))
+    encoded = msgspec.json.encode(document)
+    return (msgspec.json.format(encoded, indent=indent) if indent else encoded).decode()
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from infinipipe.ir import Header, Replica
 from infinipipe.ir.store import PlanReader
+from infinipipe.planner.units import show_bytes
 
 
 class _Figures(NamedTuple):
@@ -54,15 +55,6 @@ def plan_report(reader: PlanReader, num_cut_tokens: int) -> list[str]:
         *((f"stage {s}", _memory(header, s, peak)) for s, peak in enumerate(peaks)),
     ]
     return [f"  {name:<11} {text}" for name, text in rows]
-
-
-def show_bytes(count: float) -> str:
-    """Return a number of bytes with the unit that fits."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 def _figures(header: Header, replica: Replica) -> _Figures:

@@ -4,22 +4,61 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers")
+from tests.plans import write_plan
 
 PROBE = """
 import sys
 {code}
-heavy = [name for name in {heavy} if name in sys.modules]
+heavy = {{"torch", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
 
 
+def run_without_torch(code: str, cwd: Path) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", PROBE.format(code=code)], cwd=cwd, check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     "module",
-    ["infinipipe", "infinipipe.cli", "infinipipe.dataset", "infinipipe.ir", "infinipipe.ir.store", "infinipipe.ir.verify", "infinipipe.planner.compile", "infinipipe.profiles", "infinipipe.profiles.analytic"],
+    [
+        "infinipipe",
+        "infinipipe.cli",
+        "infinipipe.dataset",
+        "infinipipe.ir",
+        "infinipipe.planner.compile",
+        "infinipipe.planner.redraw",
+        "infinipipe.profiles",
+        "infinipipe.profiles.analytic",
+        "infinipipe.report",
+    ],
 )
-def test_module_imports_no_torch(module: str) -> None:
-    subprocess.run([sys.executable, "-c", PROBE.format(code=f"import {module}", heavy=HEAVY)], check=True, timeout=60)
+def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
+    run_without_torch(f"import {module}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "run --help",
+        "profile --analytic a100-80g",
+        "inspect hand.msgpack",
+        "inspect hand.msgpack --step 0",
+        "inspect hand.msgpack --table",
+        "verify hand.msgpack",
+    ],
+)
+def test_command_starts_no_torch(command: str, tmp_path: Path) -> None:
+    write_plan(tmp_path / "hand.msgpack")
+    run_without_torch(f"from infinipipe.cli import run_command\nassert run_command({command.split()!r}) == 0", tmp_path)
+
+
+def test_compile_starts_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "dataset.jsonl").write_text('{"text": "some words"}\n{"text": "more"}\n')
+    commands = (["profile", "--analytic", "a100-80g"], ["compile", "dataset.jsonl"])
+    code = f"from infinipipe.cli import run_command\nfor command in {commands!r}: assert run_command(command) == 0"
+    run_without_torch(code, tmp_path)
