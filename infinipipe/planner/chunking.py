@@ -34,11 +34,15 @@ class Chunks:
         return ends
 
 
-def cut_chunks(problem: Problem, work: Work, target: float, max_tokens: int, *, even: bool) -> Chunks:
+def cut_chunks(
+    problem: Problem, work: Work, target: float, max_tokens: int, *, even: bool = False, num_graded: int = 0
+) -> Chunks:
     """Make chunks of about `target` work each and at most `max_tokens` tokens.
 
     A sequence of more work is sliced: by one mesh for all, which leaves a tail to fill up with short sequences,
-    or, if `even`, into slices that are equal within the sequence. Chains come longest first.
+    or, if `even`, into slices that are equal within the sequence. Chains come longest first. If there are enough
+    short sequences, the first `num_graded` chunks grow to the full size and the last ones shrink, so that the
+    pipeline fills and drains sooner.
     """
     sizes = {member: problem.sequences[member].length for member in problem.members}
     by_length = sorted(sizes, key=lambda member: (-sizes[member], member))
@@ -49,14 +53,22 @@ def cut_chunks(problem: Problem, work: Work, target: float, max_tokens: int, *, 
     for member in long:
         bounds = cut_evenly(sizes[member], work, target, max_tokens) if even else mesh.cut(sizes[member])
         chains.append([Slice(member, a, b - a) for a, b in pairwise(bounds)])
-    bins = [Bin(work.between(c[-1].start, c[-1].stop), c[-1].length, [c[-1]]) for c in chains]
+    tails = [Bin(work.between(c[-1].start, c[-1].stop), c[-1].length, [c[-1]]) for c in chains]
     shorts = [Slice(member, 0, sizes[member]) for member in by_length[len(long) :]]
-    packed = pack(shorts, bins, work, target, max_tokens)
-    whole = [[Chunk((piece,)) for piece in chain[:-1]] for chain in chains] + [[] for _ in packed[len(chains) :]]
-    lists = [[*chain, Chunk((*final.slices,))] for chain, final in zip(whole, packed, strict=True)]
-    totals = [work.between(0, sizes[member]) for member in long] + [final.work for final in packed[len(chains) :]]
+    packing = pack(shorts, tails, work, target, max_tokens, num_graded)
+    lists = [
+        [*(Chunk((piece,)) for piece in chain[:-1]), final.chunk]
+        for chain, final in zip(chains, packing.tails, strict=True)
+    ]
+    totals = [work.between(0, sizes[member]) for member in long]
     order = sorted(range(len(lists)), key=lambda i: (-len(lists[i]), -totals[i], i))
-    return Chunks(tuple(chunk for i in order for chunk in lists[i]), tuple(len(lists[i]) for i in order))
+    ordered = [
+        *([each.chunk] for each in packing.growing),
+        *(lists[i] for i in order),
+        *([each.chunk] for each in packing.full),
+        *([each.chunk] for each in packing.shrinking),
+    ]
+    return Chunks(tuple(chunk for chain in ordered for chunk in chain), tuple(map(len, ordered)))
 
 
 class _Mesh:
@@ -108,6 +120,11 @@ class Bin:
     tokens: int
     slices: list[Slice] = field(default_factory=list)
 
+    @property
+    def chunk(self) -> Chunk:
+        """What is in it."""
+        return Chunk((*self.slices,))
+
     def add(self, piece: Slice, work: float) -> None:
         """Put a slice in."""
         self.work += work
@@ -115,27 +132,66 @@ class Bin:
         self.slices.append(piece)
 
 
-def pack(shorts: SequenceOf[Slice], tails: SequenceOf[Bin], work: Work, target: float, max_tokens: int) -> list[Bin]:
-    """Fill the tails' bins and as few new ones as the work needs; return all, the tails' first.
+@dataclass(frozen=True)
+class Packing:
+    """Short sequences in chunks: after the tails of long ones, and in chunks of their own."""
 
-    Longest first into the bin with the least work, which balances better than the first that fits. The token
+    tails: list[Bin]
+    growing: list[Bin]
+    full: list[Bin]
+    shrinking: list[Bin]
+
+
+def pack(
+    shorts: SequenceOf[Slice],
+    tails: SequenceOf[Bin],
+    work: Work,
+    target: float,
+    max_tokens: int,
+    num_graded: int = 0,
+) -> Packing:
+    """Fill the tails' bins and as few new ones as the work needs.
+
+    Longest first into the bin that lacks most, which balances better than the first that fits. The token
     limit is strict; where it is what counts, first fit decreasing can need fewer bins and is taken instead.
     """
     works = [work.between(0, piece.length) for piece in shorts]
-    room = sum(max(0.0, target - tail.work) for tail in tails)
-    num_new = max(0, -int(-(sum(works) - room) // target)) if target > 0 else len(shorts)
-    balanced = _pack_balanced(shorts, works, tails, num_new, max_tokens)
-    if len(balanced) > len(tails) + num_new:
-        first_fit = _pack_first_fit(shorts, works, tails, max_tokens)
-        return min(balanced, first_fit, key=len)
-    return [final for final in balanced if final.slices]
+    rest = sum(works) - sum(max(0.0, target - tail.work) for tail in tails)
+    num_graded = min(num_graded, int(rest / target)) if rest > 0 else 0
+    # Growing and shrinking bins together are as much work as `num_graded` full ones.
+    num_full = max(0, math.ceil(rest / target - _ROUNDING) - num_graded)
+    grades = [(i + 1) / (num_graded + 1) for i in range(num_graded)]
+    scale = rest / (num_graded + num_full) if num_graded + num_full else target
+    capacities = [*(grade * scale for grade in grades), *[scale] * num_full, *(g * scale for g in reversed(grades))]
+    bins = _pack_balanced(shorts, works, tails, target, capacities, max_tokens)
+    num_tails, num_new = len(tails), len(bins) - len(tails)
+    if num_new > len(capacities):
+        fitted = _pack_first_fit(shorts, works, tails, max_tokens)
+        if len(fitted) <= len(bins):
+            return Packing(fitted[:num_tails], [], fitted[num_tails:], [])
+    edges = (num_tails + num_graded, num_tails + num_graded + num_full)
+    used = [[each for each in part if each.slices] for part in (bins[num_tails : edges[0]], bins[edges[0] : edges[1]])]
+    # Bins that the token limit made necessary stand at the end and are full ones.
+    extra = bins[num_tails + len(capacities) :]
+    shrinking = [each for each in bins[edges[1] : num_tails + len(capacities)] if each.slices]
+    return Packing(bins[:num_tails], used[0], sorted(used[1] + extra, key=lambda each: -each.work), shrinking)
+
+
+# A chunk is not added for less than this part of one.
+_ROUNDING = 1e-6
 
 
 def _pack_balanced(
-    shorts: SequenceOf[Slice], works: SequenceOf[float], tails: SequenceOf[Bin], num_new: int, max_tokens: int
+    shorts: SequenceOf[Slice],
+    works: SequenceOf[float],
+    tails: SequenceOf[Bin],
+    target: float,
+    capacities: SequenceOf[float],
+    max_tokens: int,
 ) -> list[Bin]:
-    bins = [Bin(tail.work, tail.tokens, [*tail.slices]) for tail in tails] + [Bin(0.0, 0) for _ in range(num_new)]
-    heap = [(each.work, index) for index, each in enumerate(bins)]
+    bins = [Bin(tail.work, tail.tokens, [*tail.slices]) for tail in tails] + [Bin(0.0, 0) for _ in capacities]
+    wanted = [*[target] * len(tails), *capacities]
+    heap = [(each.work - wanted[index], index) for index, each in enumerate(bins)]
     heapq.heapify(heap)
     for piece, seconds in zip(shorts, works, strict=True):
         full = []
@@ -146,8 +202,9 @@ def _pack_balanced(
         else:
             index = len(bins)
             bins.append(Bin(0.0, 0))
+            wanted.append(target)
         bins[index].add(piece, seconds)
-        for entry in (*full, (bins[index].work, index)):
+        for entry in (*full, (bins[index].work - wanted[index], index)):
             heapq.heappush(heap, entry)
     return bins
 

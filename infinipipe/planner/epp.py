@@ -1,85 +1,147 @@
-"""The policy `epp`: search over the size of chunks and the order, and keep the best simulated makespan."""
+"""The policy `epp`: search over chunks and orders for the best simulated makespan."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from infinipipe.planner.checkpointing import Shortage
-from infinipipe.planner.chunking import Chunks, cut_chunks
-from infinipipe.planner.order import Window, stage_leads
-from infinipipe.planner.problem import Problem, average_work
+from infinipipe.planner.chunking import cut_chunks
+from infinipipe.planner.leads import Shape, memory_leads
+from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.schedule import Priced, Schedule, fit_schedule, order_memories, price
 
-# Chunks per step that are tried first, by this factor; then around the best by its roots.
-_COARSE = 1.6
-_FINE = (1.26, 0.8, 1.12, 0.9)
-_MOST_CHUNKS = 600
+_MOST_CHUNKS = 800
+_STEPS = (1.5, 1.2)
+"""Factors by which the search for the number of chunks climbs, coarse before fine."""
+_SHAPES = (Shape(1.5, 1), Shape(1.0, 1), Shape(2.0, 1), Shape(2.0, 2))
+_FRUGAL = Shape(0.0, 1_000_000)
+"""One chain at a time: the least that can be in flight."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to plan a step."""
+
+    count: float
+    """Parts into which the whole work is cut."""
+    even: bool
+    num_graded: int
+    shape: Shape
 
 
 def plan_epp(problem: Problem) -> Schedule | Shortage:
     """Return the best schedule found for a replica's sequences."""
     search = Search(problem)
-    search.try_counts(_coarse_counts(problem))
+    start = Candidate(search.guess_count(), False, problem.pipeline.num_stages - 1, _SHAPES[0])
+    first = search.find_feasible(start)
     if isinstance(search.best, Schedule):
-        around = search.best_count
-        search.try_counts(around * factor for factor in _FINE)
-    else:
-        search.try_frugal()
+        search.climb(first)
+        search.vary()
     return search.best
 
 
 class Search:
-    """The best schedule so far, and how to try for a better one."""
+    """The best schedule so far, and how to find a better one."""
 
     def __init__(self, problem: Problem) -> None:
         self.best: Schedule | Shortage = Shortage(0, math.inf)
-        self.best_count = 0.0
+        self._best_candidate: Candidate | None = None
         self._problem = problem
         pipeline = problem.pipeline
         self._work = average_work(pipeline.profile, pipeline.num_stages)
         works = self._work.whole(problem.lengths)
         self._total, self._longest = float(works.sum()), float(works.max())
-        self._max_tokens = most_chunk_tokens(problem)
-        self._seen: set[Chunks] = set()
+        self._most = float(min(int(problem.lengths.sum()), _MOST_CHUNKS))
+        self._max_tokens = most_chunk_tokens(pipeline)
+        self._priced: dict[tuple[float, bool, int], Priced] = {}
+        self._makespans: dict[Candidate, float] = {}
 
-    def try_counts(self, counts: Iterable[float]) -> None:
-        """Try chunks of so many equal parts of the whole work."""
-        for count in counts:
-            for even in (False, True):
-                chunks = self._cut(count, even=even)
-                if chunks in self._seen:
-                    continue
-                self._seen.add(chunks)
-                self._try(count, price(self._problem, chunks), ("adaptive", "uniform"))
+    def guess_count(self) -> float:
+        """Return where filling and draining costs as much as the overhead of chunks."""
+        pipeline = self._problem.pipeline
+        overhead = chunk_overhead_s(pipeline)
+        return self._clip(math.sqrt((pipeline.num_stages - 1) * self._total / (2 * overhead)))
 
-    def try_frugal(self) -> None:
-        """Try orders that keep ever less in flight, until one fits or none can."""
-        count = 1.0
-        while isinstance(self.best, Shortage) and count <= min(int(self._problem.lengths.sum()), 16 * _MOST_CHUNKS):
-            priced = price(self._problem, self._cut(count, even=True))
-            self._try(count, priced, ("serial", "adaptive"), depth=0)
-            count *= 2
+    def find_feasible(self, start: Candidate) -> Candidate:
+        """Return a first candidate that fits, if any: with more chunks, or fewer, or the least in flight.
 
-    def _cut(self, count: float, *, even: bool) -> Chunks:
-        target = self._total / count
-        if self._longest > target:
-            target = self._longest / max(1, round(self._longest / target))
-        return cut_chunks(self._problem, self._work, target, self._max_tokens, even=even)
+        Both can help: large chunks need much for a moment, but a sequence that is not split needs no slot.
+        """
+        for shape in (start.shape, _FRUGAL):
+            for count in self._counts_around(start.count):
+                candidate = replace(start, count=count, shape=shape)
+                if math.isfinite(self.makespan(candidate)):
+                    return candidate
+        return start
 
-    def _try(self, count: float, priced: Priced, windows: Iterable[Window], depth: int | None = None) -> None:
-        num_stages = self._problem.pipeline.num_stages
+    def _counts_around(self, start: float) -> list[float]:
+        doublings = range(1 + math.ceil(math.log2(self._most)))
+        counts = [self._clip(start * 2.0**sign) for power in doublings for sign in (power, -power)]
+        return list(dict.fromkeys(counts))
+
+    def climb(self, candidate: Candidate) -> None:
+        """Follow the number of chunks to a local optimum."""
+        for step in _STEPS:
+            for factor in (step, 1 / step):
+                while True:
+                    following = replace(candidate, count=self._clip(candidate.count * factor))
+                    if self.makespan(following) >= self.makespan(candidate):
+                        break
+                    candidate = following
+
+    def vary(self) -> None:
+        """Try other orders and other cuts around the best."""
+        assert self._best_candidate is not None
+        self._try_all(replace(self._best_candidate, shape=shape) for shape in _SHAPES[1:])
+        self._try_all([replace(self._best_candidate, even=True), replace(self._best_candidate, num_graded=0)])
+
+    def makespan(self, candidate: Candidate) -> float:
+        """Evaluate a candidate, once."""
+        if candidate not in self._makespans:
+            self._makespans[candidate] = self._evaluate(candidate)
+        return self._makespans[candidate]
+
+    def _try_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            self.makespan(candidate)
+
+    def _evaluate(self, candidate: Candidate) -> float:
+        problem, priced = self._problem, self._price(candidate)
         # No order can beat the heaviest stage's work.
-        if isinstance(self.best, Schedule) and float(priced.work_s.max()) >= self.best.makespan_s:
-            return
-        for window in windows:
-            leads = stage_leads(priced.chunks, num_stages, window, num_stages if depth is None else depth)
-            found = fit_schedule(self._problem, priced, order_memories(self._problem, priced, leads))
-            if _better(found, self.best):
-                self.best, self.best_count = found, count
+        least = float(priced.work_s.max())
+        if isinstance(self.best, Schedule) and least >= self.best.makespan_s:
+            return least
+        leads = memory_leads(problem.pipeline, priced, candidate.shape)
+        found = fit_schedule(problem, priced, order_memories(problem, priced, leads))
+        if is_better(found, self.best):
+            self.best, self._best_candidate = found, candidate
+        return found.makespan_s if isinstance(found, Schedule) else math.inf
+
+    def _price(self, candidate: Candidate) -> Priced:
+        key = (candidate.count, candidate.even, candidate.num_graded)
+        if key not in self._priced:
+            target = self._total / candidate.count
+            if self._longest > target:
+                target = self._longest / max(1, round(self._longest / target))
+            chunks = cut_chunks(
+                self._problem,
+                self._work,
+                target,
+                self._max_tokens,
+                even=candidate.even,
+                num_graded=candidate.num_graded,
+            )
+            self._priced[key] = price(self._problem, chunks)
+        return self._priced[key]
+
+    def _clip(self, count: float) -> float:
+        return min(max(count, 1.0), self._most)
 
 
-def _better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
+def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
+    """Return whether a schedule is faster, or a shortage smaller, than the best so far."""
     match found, best:
         case Schedule(), Schedule():
             return found.makespan_s < best.makespan_s
@@ -89,14 +151,18 @@ def _better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
             return isinstance(found, Schedule)
 
 
-def _coarse_counts(problem: Problem) -> list[float]:
-    """Return how many chunks to try, from one up, as long as a chunk has a token."""
-    most = min(int(problem.lengths.sum()), _MOST_CHUNKS)
-    steps = range(1 + math.ceil(math.log(most, _COARSE)))
-    return [min(_COARSE**step, float(most)) for step in steps]
+def chunk_overhead_s(pipeline: Pipeline) -> float:
+    """Return the seconds that one more chunk costs an average stage, attention and tokens apart."""
+    times = pipeline.profile.times
+    share = pipeline.profile.model.num_layers / pipeline.num_stages
+    overhead = times.chunk_forward_s + times.chunk_backward_s
+    for layer in (times.layer_forward, times.layer_backward):
+        (x0, x1), (y0, y1) = (column[:: len(column) - 1] for column in (layer.curve.tokens, layer.curve.seconds))
+        overhead += share * max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0))
+    return max(overhead, 1e-9)
 
 
-def most_chunk_tokens(problem: Problem) -> int:
+def most_chunk_tokens(pipeline: Pipeline) -> int:
     """Return how many tokens a chunk can have: its activations must be indexable with 32 bits."""
-    model = problem.pipeline.profile.model
+    model = pipeline.profile.model
     return int((2**31 - 1) // max(model.hidden_size, model.num_heads * model.head_dim, 1))

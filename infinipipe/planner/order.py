@@ -51,8 +51,17 @@ def _last_leads(chunks: Chunks, window: Window) -> Ints:
         case "uniform":
             return np.asarray(places + max(chunks.chains, default=0))
         case "adaptive":
-            # B number j must leave room for every later chain to come in one F a B: lead[j] >= lead[j + 1] - 1.
-            return np.asarray(np.maximum.accumulate((ends - places)[::-1])[::-1] + places)
+            return adaptive_window(chunks, 1)
+
+
+def adaptive_window(chunks: Chunks, burst: int) -> Ints:
+    """Return how many F the last stage runs before each B, at least, to have no more than `burst` F between two B.
+
+    B number j must leave room for every later chain to come in so: lead[j] >= lead[j + 1] - burst.
+    """
+    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    places = burst * np.arange(len(ends))
+    return np.asarray(np.maximum.accumulate((ends - places)[::-1])[::-1] + places)
 
 
 def interleave(leads: Ints, backwards: Ints) -> tuple[Ints, Ints]:
