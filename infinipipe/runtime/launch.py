@@ -18,7 +18,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 
 from infinipipe.errors import InfinipipeError, InputError, RunError
 from infinipipe.runtime.options import Run, RunOptions, prepare
-from infinipipe.runtime.trainer import train
 
 # Long enough for a slow step, short enough that a lost peer that nobody reports is noticed.
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -49,7 +48,7 @@ def _join_torchrun(run: Run) -> None:
     dist.init_process_group(_backend(run), timeout=TIMEOUT)
     rank = dist.get_rank()
     try:
-        train(run)
+        _train(run)
     except Exception as error:
         failure = _describe(error, rank)
         _give_way(error)
@@ -92,13 +91,20 @@ def _worker(run: Run, rank: int, scratch: Path) -> None:
     try:
         store = FileStore(str(scratch / "store"), run.num_ranks)
         dist.init_process_group(_backend(run), store=store, rank=rank, world_size=run.num_ranks, timeout=TIMEOUT)
-        train(run)
+        _train(run)
         dist.destroy_process_group()
     except Exception as error:
         (scratch / f"failure-{rank}").write_bytes(pickle.dumps(_describe(error, rank)))
         _give_way(error)
         sys.stderr.flush()
         os._exit(1)  # an orderly end would wait for ranks that wait for this one
+
+
+def _train(run: Run) -> None:
+    # Imported by workers only: transformers takes seconds, and the process that starts them does not need it.
+    from infinipipe.runtime.trainer import train
+
+    train(run)
 
 
 def _describe(error: Exception, rank: int) -> InfinipipeError:

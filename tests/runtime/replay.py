@@ -207,9 +207,9 @@ def whole_model(model: Model, seed: int = 0) -> torch.nn.Module:
     return whole
 
 
-def oracle(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) -> Result:
+def oracle(header: Header, step: Step, dataset: MemoryDataset, whole: torch.nn.Module | None = None) -> Result:
     """One process, each sequence alone: no packing, no slicing, no recompute."""
-    whole = whole_model(header.model, seed)
+    whole = whole or whole_model(header.model)
     total = torch.zeros(())
     for sequence in step.sequences:
         if not sequence.num_targets:

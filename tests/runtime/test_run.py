@@ -1,0 +1,285 @@
+"""Whole runs of real processes over gloo: equal results on any number of stages, and failures that end at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from infinipipe.dataset import open_dataset
+from infinipipe.errors import InfinipipeError
+from infinipipe.ir import Header, Model, Step
+from infinipipe.ir.store import open_plan
+from infinipipe.planner.compile import compile_plan
+from infinipipe.planner.options import CompileOptions
+from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.runtime.options import RunOptions, prepare
+from infinipipe.runtime.trainer import MAX_GRAD_NORM, make_optimizer
+from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
+
+LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
+HARD_TIMEOUT_S = 150
+LR = 0.01
+
+
+def write_dataset(folder: Path) -> Path:
+    generator = np.random.default_rng(5)
+    path = folder / "dataset.jsonl"
+    rows = [generator.integers(0, 64, n).tolist() for n in LENGTHS]
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    return path
+
+
+def compile_small(folder: Path, model: Model, stages: int, memory: int, **options: object) -> Path:
+    plan = folder / f"plan-{stages}-{memory}.msgpack"
+    dataset = open_dataset(write_dataset(folder), "bytes", model.vocabulary_size)
+    profile = analytic_profile(model, "a800-80g")
+    compile_plan(
+        dataset,
+        profile,
+        CompileOptions(num_stages=stages, memory_limit_bytes=(memory,), batch_size=6, num_steps=2, **options),
+        plan,
+    )
+    return plan
+
+
+def infinipipe(*arguments: object, timeout: float = HARD_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "infinipipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def run(plan: Path, output: Path, *arguments: object) -> list[dict[str, object]]:
+    done = infinipipe("run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu", *arguments)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted((output / "model").glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+def plan_steps(plan: Path) -> tuple[Header, list[Step]]:
+    with open_plan(plan) as reader:
+        return reader.header, list(reader)
+
+
+class FileDataset(MemoryDataset):
+    def __init__(self, path: Path) -> None:
+        super().__init__(LENGTHS)
+        for example, line in zip(self.examples, path.read_text().splitlines(), strict=True):
+            example.input_ids[:] = example.labels[:] = json.loads(line)["input_ids"]
+
+
+def train_oracle(plan: Path, dataset: MemoryDataset) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Train the unsplit model one sequence at a time; return loss and gradient norm per step, and the weights."""
+    header, steps = plan_steps(plan)
+    whole = whole_model(header.model, seed=3)
+    optimizer = make_optimizer(dict(whole.named_parameters()), LR)
+    history = []
+    for step in steps:
+        whole.zero_grad()
+        result = oracle(header, step, dataset, whole=whole)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        history.append((result.loss, float(norm)))
+    return history, {name: parameter.detach() for name, parameter in whole.named_parameters()}
+
+
+def test_stages_and_memory_limits_do_not_change_the_training(tmp_path: Path) -> None:
+    """The same loss, gradient norm and weights on 1, 2 and 3 processes, split and recomputed or not."""
+    model = small_model(vocab_size=256)
+    outputs = {}
+    for stages, memory in ((1, 10**9), (2, 10**9), (2, 3 * 10**6), (3, 2 * 10**6)):
+        plan = compile_small(tmp_path, model, stages, memory)
+        output = tmp_path / f"run-{stages}-{memory}"
+        outputs[stages, memory] = run(plan, output), weights(output)
+        if memory < 10**9:
+            _, steps = plan_steps(plan)
+            replicas = [replica for step in steps for replica in step.replicas]
+            assert any(c.split_slice(s.sequences) for s in steps for r in s.replicas for c in r.chunks)
+            assert any(count for r in replicas for row in r.recompute for count in row)
+    history, trained = train_oracle(plan, FileDataset(tmp_path / "dataset.jsonl"))
+    for metrics, saved in outputs.values():
+        assert [m["loss"] for m in metrics] == pytest.approx([loss for loss, _ in history], rel=1e-5)
+        assert [m["grad_norm"] for m in metrics] == pytest.approx([norm for _, norm in history], rel=1e-5)
+        assert saved.keys() == trained.keys()
+        for name, value in trained.items():
+            assert relative_error(saved[name], value) < 1e-3, name
+
+
+def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
+    """CASES C2, C3, E2, I1 to I3: two replicas of two stages, each with its own lengths, under torchrun."""
+    model = small_model("qwen3", num_layers=2, tied=True, vocab_size=256)
+    plan = compile_small(tmp_path, model, 2, 10**9, num_replicas=2)
+    output = tmp_path / "run"
+    arguments = ["run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "infinipipe", *arguments]
+    command = [sys.executable, "-m", *map(str, torchrun)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    history, trained = train_oracle(plan, FileDataset(tmp_path / "dataset.jsonl"))
+    assert [m["loss"] for m in metrics] == pytest.approx([loss for loss, _ in history], rel=1e-5)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx([norm for _, norm in history], rel=1e-5)
+    saved = weights(output)
+    assert saved.keys() == trained.keys()
+    loaded = AutoModelForCausalLM.from_pretrained(output / "model").state_dict()
+    for name, value in trained.items():
+        assert relative_error(loaded[name], value) < 1e-3, name
+    again = tmp_path / "again"
+    first = run(compile_small(tmp_path, model, 1, 10**9), again, "--model", output / "model", "--steps", 1)
+    other = infinipipe(
+        "run", compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9), "--model", output / "model"
+    )
+    assert len(first) == 1
+    assert other.returncode == 1
+    assert "is not the model that the plan was compiled for" in other.stderr
+
+
+FAULTY = """
+import sys
+from infinipipe.cli import main
+from infinipipe.runtime import model
+
+if {rank} == int(__import__("os").environ["RANK"]):
+    run_layers = model.StageModel.run_layers
+    calls = []
+
+    def fail(*arguments):
+        calls.append(0)
+        if len(calls) == 3:
+            raise ValueError("injected fault")
+        return run_layers(*arguments)
+
+    model.StageModel.run_layers = fail
+sys.argv[1:] = {arguments}
+main()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, rank: int) -> None:
+    """CASES F1, F2: on either rank; the other one is waiting for it."""
+    plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
+    arguments = ["run", str(plan), "--output", str(tmp_path / "run"), "--device", "cpu"]
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(rank=rank, arguments=arguments))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors[0].startswith(f"error: rank {rank}: stage {rank}, step 0, chunk ")
+    assert f"op {rank}F" in errors[0]
+    assert errors[0].endswith("ValueError: injected fault")
+    assert 'raise ValueError("injected fault")' in done.stderr
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
+    """CASES F2: kill -9 of one rank. While the run lasts, nothing listens but on the loopback interface."""
+    plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
+    command = [sys.executable, "-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu"]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        workers = _wait_for_workers(process.pid)
+        assert _listening_elsewhere(workers) == []
+        os.kill(workers[1], signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("error: rank 1 was killed by signal 9")
+    assert not (tmp_path / "run" / "model").exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def _wait_for_workers(parent: int) -> list[int]:
+    """Return the two workers' process ids by rank, which is the order they start in, once they listen."""
+    deadline = time.monotonic() + HARD_TIMEOUT_S
+    while time.monotonic() < deadline:
+        workers = sorted(pid for pid in _children(parent) if b"spawn_main" in _read(pid, "cmdline"))
+        if len(workers) == 2 and all(_listening(pid) for pid in workers):
+            return workers
+        time.sleep(0.02)
+    raise AssertionError("the workers did not start")
+
+
+def _children(parent: int) -> list[int]:
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if f"PPid:\t{parent}\n".encode() in _read(pid, "status")]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _listening(pid: int) -> list[str]:
+    """Return the hexadecimal addresses of a process's listening TCP sockets."""
+    try:
+        sockets = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    except OSError:
+        return []
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+def _listening_elsewhere(pids: list[int]) -> list[str]:
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    return [address for pid in pids for address in _listening(pid) if address not in loopback]
+
+
+@pytest.mark.parametrize("change", ["model", "data", "steps", "output", "lengths"])
+def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_path: Path, change: str) -> None:
+    """CASES J5."""
+    plan = compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9)
+    options = RunOptions(
+        plan=plan, data=None, model=None, device="cpu", num_steps=None, lr=LR, seed=0, output=tmp_path / "run"
+    )
+    assert prepare(options).num_steps == 2
+
+    if change == "model":
+        (tmp_path / "config.json").write_text(small_model(vocab_size=256, hidden_size=64).config)
+        options, message = dataclasses.replace(options, model=tmp_path), "hidden_size"
+    elif change == "data":
+        dataset = tmp_path / "dataset.jsonl"
+        dataset.write_text(dataset.read_text().replace("[", "[1, ", 1))
+        message = "is not the dataset that the plan was compiled from"
+    elif change == "steps":
+        options, message = dataclasses.replace(options, num_steps=3), "has 2 steps"
+    elif change == "output":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        message = "holds a run already"
+    else:
+        (tmp_path / "dataset.jsonl").write_text('{"length": 30}\n' * 12)
+        dataset = open_dataset(tmp_path / "dataset.jsonl", "bytes", 256)
+        profile = analytic_profile(small_model(vocab_size=256), "a800-80g")
+        compile_plan(dataset, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), plan)
+        message = "lengths alone"
+    with pytest.raises(InfinipipeError, match=message):
+        prepare(options)
