@@ -6,6 +6,7 @@ Every command imports what it needs when it runs, so that only `profile` and `ru
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -116,6 +117,8 @@ def profile(model: str, output: Path, device: str, analytic: str | None) -> None
 @click.option("--seed", type=_SEED, metavar="N", default=0, help="Draws the batches.")
 @click.option("--policy", default="epp", help="How to schedule.")
 @click.option("--loss-norm", type=click.Choice(["token", "sequence"]), default="token", help="What the loss averages.")
+@click.option("--workers", type=_COUNT, metavar="N", help="Planning processes.  [default: one per core]")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted compile of the same inputs.")
 def compile_(
     dataset: Path,
     profile_path: Path,
@@ -129,6 +132,8 @@ def compile_(
     seed: int,
     policy: str,
     loss_norm: LossNorm,
+    workers: int | None,
+    resume: bool,
 ) -> None:
     """Plan every step of training on DATASET.
 
@@ -155,7 +160,12 @@ def compile_(
     with _progress("read") as progress:
         data = open_dataset(dataset, _tokenizer(costs.model), costs.model.vocabulary_size, max_length, progress)
     with _progress("compile") as progress:
-        compile_plan(data, costs, options, output, progress)
+        num_workers = workers or len(os.sched_getaffinity(0))
+        try:
+            compile_plan(data, costs, options, output, progress, resume=resume, num_workers=num_workers)
+        except KeyboardInterrupt:
+            _say(f"{output}: interrupted; the same command with --resume goes on")
+            raise
     with open_plan(output) as reader:
         _say(f"{output}: {reader.header.model.name} on {costs.device.name}")
         for line in plan_report(reader, data.num_cut_tokens):

@@ -5,7 +5,7 @@
     |-- InfeasibleError      no plan fits the memory limit or the number of stages
     |-- PlanFileError        a plan file is damaged, truncated, foreign, newer, or made from other inputs
     |   `-- VerifyError      a plan breaks a rule: names step, stage and op
-    `-- RunError             a worker failed; carries rank, stage, chunk and op
+    `-- RunError             a worker process failed; in training, names rank, stage, chunk and op
 
 A message says what is wrong, where, and which option would help. Faults of this
 program are plain `assert`s and keep their traceback.
@@ -37,4 +37,4 @@ class VerifyError(PlanFileError):
 
 
 class RunError(InfinipipeError):
-    """A worker failed or died while training."""
+    """A worker process failed or died."""

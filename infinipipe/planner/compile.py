@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.schedule import Schedule, empty_replica, make_replica
 from infinipipe.planner.units import show_bytes
+from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import Profile, encode_profile, profile_sha256
 from infinipipe.profiles.cost import logits_tokens, optimizer_seconds
 
@@ -40,8 +42,11 @@ def compile_plan(
     progress: Progress | None = None,
     *,
     resume: bool = False,
+    num_workers: int = 1,
 ) -> Header:
     """Plan every step and write the plan; return its header. With `resume`, go on with an interrupted one.
+
+    The plan's bytes do not depend on `num_workers`, nor on interruptions.
 
     Raises:
         InputError: the options do not fit the profile or the dataset.
@@ -52,7 +57,7 @@ def compile_plan(
     header = make_header(dataset, pipeline, options)
     verify_header(header)
     with PlanWriter(path, header, resume=resume) as writer:
-        for step in plan_steps(dataset, pipeline, header, first=writer.num_steps):
+        for step in plan_steps(dataset, pipeline, header, writer.num_steps, num_workers):
             verify_step(header, step)
             writer.append(step)
             if progress is not None:
@@ -104,21 +109,29 @@ def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -
     )
 
 
-def plan_steps(dataset: Dataset, pipeline: Pipeline, header: Header, first: int = 0) -> Iterator[Step]:
+def plan_steps(
+    dataset: Dataset, pipeline: Pipeline, header: Header, first: int = 0, num_workers: int = 1
+) -> Iterator[Step]:
     """Yield the steps from `first` on."""
-    policy = POLICIES[header.policy]
+    plan = partial(_plan_batch, pipeline, header.policy, header.num_replicas, header.loss_norm)
+    num_workers = max(1, min(num_workers, header.num_steps - first))
+    yield from ordered_map(plan, _global_batches(dataset, header, first), num_workers)
+
+
+Batch = tuple[int, tuple[Sequence, ...]]
+"""A step's index and its sequences."""
+
+
+def _global_batches(dataset: Dataset, header: Header, first: int) -> Iterator[Batch]:
     batches = global_batches(len(dataset), header.batch_size, header.num_steps, header.seed)
     lengths, targets = dataset.rows.lengths, dataset.rows.targets
     for index, rows in enumerate(islice(batches, first, None), start=first):
         columns = zip(rows.tolist(), lengths[rows].tolist(), targets[rows].tolist(), strict=True)
-        yield plan_step(
-            pipeline,
-            policy,
-            index,
-            tuple(Sequence(*column) for column in columns),
-            header.num_replicas,
-            header.loss_norm,
-        )
+        yield index, tuple(Sequence(*column) for column in columns)
+
+
+def _plan_batch(pipeline: Pipeline, policy: str, num_replicas: int, loss_norm: LossNorm, batch: Batch) -> Step:
+    return plan_step(pipeline, POLICIES[policy], *batch, num_replicas, loss_norm)
 
 
 def plan_step(
