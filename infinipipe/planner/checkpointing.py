@@ -108,13 +108,17 @@ def _buffer_bytes(activation: Floats, where: NDArray[np.bool_], chunks: Ints, re
     return np.asarray(receives * ahead + sends * behind)
 
 
-def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float) -> Ints | float:
+def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float, start: Ints | None = None) -> Ints | float:
     """Return the layers of each chunk to recompute so that no op exceeds the limit, or the bytes it would take.
 
-    One sweep over the program. Where an op does not fit, chunks in flight drop more layers, looking back: those
-    whose bytes, times the ops that will be spared them, cost the least recompute.
+    One sweep over the program. Where an op does not fit, chunks in flight drop more layers than in `start`,
+    looking back: those whose bytes, times the ops that will be spared them, cost the least recompute.
     """
-    sweep = _Sweep(memory, recompute_s, limit - _ROUNDING_BYTES)
+    if start is None:
+        start = np.zeros(len(memory.kept), dtype=np.int64)
+    if memory.during(start).max(initial=0.0) <= limit - _ROUNDING_BYTES:
+        return start
+    sweep = _Sweep(memory, recompute_s, limit - _ROUNDING_BYTES, start)
     ops = zip(memory.directions.tolist(), memory.chunks.tolist(), memory.fixed.tolist(), strict=True)
     for position, (direction, chunk, fixed) in enumerate(ops):
         missing = sweep.forward(position, chunk, fixed) if direction > 0 else sweep.backward(position, chunk, fixed)
@@ -126,8 +130,8 @@ def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float) -> Int
 class _Sweep:
     """What is in flight at one op of the sweep."""
 
-    def __init__(self, memory: StageMemory, recompute_s: Floats, limit: float) -> None:
-        self.counts = [0] * len(memory.kept)
+    def __init__(self, memory: StageMemory, recompute_s: Floats, limit: float, start: Ints) -> None:
+        self.counts: list[int] = start.tolist()
         self._num_layers = memory.num_layers
         self._limit = limit
         self._kept: list[float] = memory.kept.tolist()
@@ -139,8 +143,8 @@ class _Sweep:
 
     def forward(self, position: int, chunk: int, fixed: float) -> float:
         """Let F run; return the bytes that cannot be found."""
-        self._held += self._kept[chunk]
-        if self._saved[chunk] > 0:
+        self._held += self._kept[chunk] - self.counts[chunk] * self._saved[chunk]
+        if self._saved[chunk] > 0 and self.counts[chunk] < self._num_layers:
             self._raisable.add(chunk)
         return self._fit(position, fixed + self._held - self._limit)
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import cut_chunks
 from infinipipe.planner.leads import Shape, memory_leads
-from infinipipe.planner.problem import Pipeline, Problem, average_work
-from infinipipe.planner.schedule import Priced, Schedule, fit_schedule, order_memories, price
+from infinipipe.planner.problem import Problem, average_work
+from infinipipe.planner.schedule import Priced, Schedule, fit_schedule, is_better, order_memories, price
+from infinipipe.planner.sizes import chunk_overhead_s, most_chunk_tokens
 
 _MOST_CHUNKS = 800
 _STEPS = (1.5, 1.2)
@@ -138,31 +139,3 @@ class Search:
 
     def _clip(self, count: float) -> float:
         return min(max(count, 1.0), self._most)
-
-
-def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
-    """Return whether a schedule is faster, or a shortage smaller, than the best so far."""
-    match found, best:
-        case Schedule(), Schedule():
-            return found.makespan_s < best.makespan_s
-        case Shortage(), Shortage():
-            return found.bytes_needed < best.bytes_needed
-        case _:
-            return isinstance(found, Schedule)
-
-
-def chunk_overhead_s(pipeline: Pipeline) -> float:
-    """Return the seconds that one more chunk costs an average stage, attention and tokens apart."""
-    times = pipeline.profile.times
-    share = pipeline.profile.model.num_layers / pipeline.num_stages
-    overhead = times.chunk_forward_s + times.chunk_backward_s
-    for layer in (times.layer_forward, times.layer_backward):
-        (x0, x1), (y0, y1) = (column[:: len(column) - 1] for column in (layer.curve.tokens, layer.curve.seconds))
-        overhead += share * max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0))
-    return max(overhead, 1e-9)
-
-
-def most_chunk_tokens(pipeline: Pipeline) -> int:
-    """Return how many tokens a chunk can have: its activations must be indexable with 32 bits."""
-    model = pipeline.profile.model
-    return int((2**31 - 1) // max(model.hidden_size, model.num_heads * model.head_dim, 1))

@@ -54,6 +54,15 @@ def _last_leads(chunks: Chunks, window: Window) -> Ints:
             return adaptive_window(chunks, 1)
 
 
+def flush_leads(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
+    """Return leads that run all F of a round before its first B; a round ends with a chain."""
+    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    num_chunks = len(ends)
+    wanted = np.ceil(np.arange(1, rounds + 1) * num_chunks / rounds)
+    lasts = np.unique(ends[np.searchsorted(ends, wanted)])
+    return np.tile(lasts[np.searchsorted(lasts, ends)], (num_stages, 1))
+
+
 def adaptive_window(chunks: Chunks, burst: int) -> Ints:
     """Return how many F the last stage runs before each B, at least, to have no more than `burst` F between two B.
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from infinipipe.planner import baselines
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.epp import plan_epp
+from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.problem import Problem
 from infinipipe.planner.schedule import Schedule
 
@@ -14,5 +16,11 @@ Policy = Callable[[Problem], Schedule | Shortage]
 
 POLICIES: dict[str, Policy] = {
     "epp": plan_epp,
+    "paper": plan_paper,
+    "gpipe": baselines.plan_gpipe,
+    "1f1b": baselines.plan_1f1b,
+    "terapipe": baselines.plan_terapipe,
+    "seq1f1b": baselines.plan_seq1f1b,
+    "chunkflow": baselines.plan_chunkflow,
 }
 DEFAULT_POLICY = "epp"

@@ -75,6 +75,31 @@ def fit_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMem
     return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
 
 
+def fixed_schedule(
+    problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints
+) -> Schedule | Shortage:
+    """Simulate given programs with given recompute counts, if they fit."""
+    shortages = [
+        Shortage(stage, most)
+        for stage, memory in enumerate(memories)
+        if (most := float(memory.during(recompute[stage]).max())) > problem.pipeline.limits[stage]
+    ]
+    if shortages:
+        return max(shortages, key=lambda shortage: shortage.bytes_needed)
+    return simulate_schedule(problem, priced, memories, recompute)
+
+
+def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
+    """Return whether a schedule is faster, or a shortage smaller, than the best so far."""
+    match found, best:
+        case Schedule(), Schedule():
+            return found.makespan_s < best.makespan_s
+        case Shortage(), Shortage():
+            return found.bytes_needed < best.bytes_needed
+        case _:
+            return isinstance(found, Schedule)
+
+
 def simulate_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints) -> Schedule:
     """Simulate given programs with given recompute counts."""
     costs, seconds = priced.costs, []
