@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from infinipipe.ir import Sequence
 from infinipipe.planner.problem import Pipeline
-from infinipipe.profiles.cost import Costs, Loads, static_bytes
+from infinipipe.profiles.cost import Costs, Loads, layers_excess_bytes, static_bytes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,7 +36,11 @@ class StageMemory:
     kept: Floats
     """(chunks,) with no recompute."""
     saved: Floats
-    """(chunks,) less for each recomputed layer; all of it is back for a moment in B if every layer is."""
+    """(chunks,) less for each recomputed layer."""
+    activation: Floats
+    """(chunks,) the input that a recomputed layer still keeps."""
+    gradients: Floats
+    """(chunks,) what each layer's gradients of K and V take that the chunk's B brings."""
     num_layers: int
 
     def during(self, recompute: Ints) -> Floats:
@@ -44,8 +48,17 @@ class StageMemory:
         kept = (self.kept - self.saved * recompute)[self.chunks]
         backward = self.directions < 0
         held = np.cumsum(np.where(backward, -kept, kept))
-        again = self.saved[self.chunks] * (recompute[self.chunks] == self.num_layers)
-        return np.asarray(self.fixed + held + np.where(backward, kept + again, 0.0))
+        excess = self.saved * (recompute == self.num_layers)
+        for chunk in np.flatnonzero(self.gradients):
+            excess[chunk] = self.excess(int(chunk), int(recompute[chunk]))
+        return np.asarray(self.fixed + held + np.where(backward, kept + excess[self.chunks], 0.0))
+
+    def excess(self, chunk: int, recompute: int) -> float:
+        """Return what a chunk's B needs above what is held; see `layers_excess_bytes`."""
+        saved, activation = float(self.saved[chunk]), float(self.activation[chunk])
+        return layers_excess_bytes(
+            self.num_layers, recompute, saved + activation, activation, float(self.gradients[chunk])
+        )
 
 
 def stage_memory(
@@ -69,7 +82,19 @@ def stage_memory(
     fixed += _buffer_bytes(activation, directions < 0, chunks, receives_up, receives_down)
     backward = costs.backward_peak_bytes[stage] + receives_up * activation
     fixed += np.where(directions > 0, costs.forward_peak_bytes[stage][chunks], backward[chunks])
-    return StageMemory(directions, chunks, fixed, costs.kept_bytes[stage], costs.saved_bytes, place.num_layers)
+    gradients = np.zeros(len(activation))
+    for chunk in _tails(loads)[1].tolist():
+        gradients[chunk] = sequences[loads.split[chunk]].length * sizes.layer_kv_grad_per_token
+    return StageMemory(
+        directions,
+        chunks,
+        fixed,
+        costs.kept_bytes[stage],
+        costs.saved_bytes,
+        activation,
+        gradients,
+        place.num_layers,
+    )
 
 
 def _places(where: NDArray[np.bool_], chunks: Ints) -> Ints:
@@ -87,16 +112,21 @@ def _slot_bytes(
     K and V are there from the first slice's F on, their gradients from the last slice's B on, and the
     first slice's B ends both.
     """
-    order = np.lexsort((loads.context, loads.split))
-    order = order[loads.split[order] >= 0]
-    firsts = np.flatnonzero(loads.context[order] == 0)
-    heads, tails = order[firsts], order[np.append(firsts[1:], len(order)) - 1] if len(firsts) else order
+    heads, tails = _tails(loads)
     tokens = np.array([sequences[sequence].length for sequence in loads.split[heads]], dtype=np.float64)
     change = np.zeros(2 * len(forwards) + 1)
     np.add.at(change, forwards[heads], tokens * kv_bytes)
     np.add.at(change, backwards[tails], tokens * grad_bytes)
     np.add.at(change, backwards[heads] + 1, -tokens * (kv_bytes + grad_bytes))
     return np.asarray(np.cumsum(change)[:-1])
+
+
+def _tails(loads: Loads) -> tuple[Ints, Ints]:
+    """Return the chunks with each split sequence's first slice, and those with its last."""
+    order = np.lexsort((loads.context, loads.split))
+    order = order[loads.split[order] >= 0]
+    firsts = np.flatnonzero(loads.context[order] == 0)
+    return order[firsts], order[np.append(firsts[1:], len(order)) - 1] if len(firsts) else order
 
 
 def _buffer_bytes(activation: Floats, where: NDArray[np.bool_], chunks: Ints, receives: bool, sends: bool) -> Floats:
@@ -132,6 +162,8 @@ class _Sweep:
 
     def __init__(self, memory: StageMemory, recompute_s: Floats, limit: float, start: Ints) -> None:
         self.counts: list[int] = start.tolist()
+        self._memory = memory
+        self._gradients: list[float] = memory.gradients.tolist()
         self._num_layers = memory.num_layers
         self._limit = limit
         self._kept: list[float] = memory.kept.tolist()
@@ -150,14 +182,27 @@ class _Sweep:
 
     def backward(self, position: int, chunk: int, fixed: float) -> float:
         """Let B run; return the bytes that cannot be found."""
-        num_layers, saved = self._num_layers, self._saved[chunk]
         self._raisable.discard(chunk)
-        again = saved if self.counts[chunk] == num_layers else 0.0
-        missing = self._fit(position, fixed + self._held + again - self._limit)
-        if missing > 0 and saved > 0:
-            # Its last layer would come back just now, but the others help.
-            missing = self._raise(chunk, num_layers - 1 - self.counts[chunk], missing)
-        self._held -= self._kept[chunk] - self.counts[chunk] * saved
+        missing = self._fit(position, fixed + self._held + self._excess(chunk, self.counts[chunk]) - self._limit)
+        if missing > 0 and self._saved[chunk] > 0:
+            missing = self._raise_own(chunk, missing)
+        self._held -= self._kept[chunk] - self.counts[chunk] * self._saved[chunk]
+        return missing
+
+    def _excess(self, chunk: int, recompute: int) -> float:
+        if self._gradients[chunk]:
+            return self._memory.excess(chunk, recompute)
+        return self._saved[chunk] if recompute == self._num_layers else 0.0
+
+    def _raise_own(self, chunk: int, missing: float) -> float:
+        """Recompute more layers of the chunk whose B runs: what it keeps shrinks, what comes back may grow."""
+        now = self.counts[chunk]
+        base = self._excess(chunk, now)
+        for count in range(now + 1, self._num_layers + 1):
+            left = missing - (count - now) * self._saved[chunk] + self._excess(chunk, count) - base
+            if left <= 0:
+                self._raise(chunk, count - now, (count - now) * self._saved[chunk])
+                return left
         return missing
 
     def _fit(self, position: int, missing: float) -> float:

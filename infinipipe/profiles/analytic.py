@@ -208,5 +208,6 @@ def _bytes(model: Model) -> Bytes:
         context_per_token=2 * _BF16 * model.kv_size,
         embedding_backward_peak=Line(constant=_BF16 * model.embedding_parameters, rate=_FP32 * hidden),
         head_forward_peak=Line(constant=_BF16 * model.embedding_parameters, rate=2 * _FP32 * hidden),
+        head_backward_peak=Line(constant=0.0, rate=(_BF16 + 2 * _FP32) * hidden),
         logits_per_token=model.vocabulary_size * (_BF16 + 2 * _FP32),
     )

@@ -139,6 +139,9 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
         sizes.layer_backward_peak.constant + sizes.layer_backward_peak.rate * tokens,
         np.where(loads.context > 0, slice_peak, 0.0),
     )
+    # What the head kept is gone when the layers run backward, but for the gradient that it hands them.
+    head_backward_peak = sizes.head_backward_peak.constant + sizes.head_backward_peak.rate * tokens
+    after_head = last * (activation - tokens * sizes.head_per_token)
     embedding_peak = sizes.embedding_backward_peak.constant + sizes.embedding_backward_peak.rate * tokens
     return Costs(
         forward_s=times.chunk_forward_s
@@ -156,7 +159,9 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
         saved_bytes=full - activation,
         forward_peak_bytes=np.maximum(forward_peak, last * head_peak),
         # The embedding's backward runs when the layers' activations are gone, so only its excess counts.
-        backward_peak_bytes=np.maximum(backward_peak, first * (embedding_peak - layers * full)),
+        backward_peak_bytes=np.maximum.reduce(
+            [backward_peak + after_head, last * head_backward_peak, first * (embedding_peak - layers * full)]
+        ),
         activation_bytes=activation,
     )
 
@@ -182,6 +187,7 @@ def replay_memory(
     recompute: SequenceOf[int],
 ) -> MemoryTrace:
     """Replay one stage's program and return the bytes it holds, static ones included."""
+    full = costs.saved_bytes + costs.activation_bytes
     sizes, num_layers = profile.bytes, stages[stage].num_layers
     receives_forward, receives_backward = not stages[stage].embedding, not stages[stage].head
     forwards = [op.chunk for op in program if op.kind == OpKind.FORWARD]
@@ -208,12 +214,13 @@ def replay_memory(
                 num_f += 1
                 after[position] = held
             case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
+                gradients = 0.0
                 if sequence >= 0 and sequence not in slot_grads:
                     slot_grads.add(sequence)
-                    held += num_layers * length * sizes.layer_kv_grad_per_token
-                # The first layers are recomputed, so their activations return only when the others' are gone.
-                again = float(costs.saved_bytes[chunk]) if recompute[chunk] == num_layers else 0.0
-                moment += held + costs.backward_peak_bytes[stage, chunk] + again + receives_backward * activation
+                    gradients = float(length * sizes.layer_kv_grad_per_token)
+                    held += num_layers * gradients
+                excess = layers_excess_bytes(num_layers, recompute[chunk], full[chunk], activation, gradients)
+                moment += held + costs.backward_peak_bytes[stage, chunk] + excess + receives_backward * activation
                 num_b += 1
                 if op.kind == OpKind.BACKWARD:
                     held -= kept[chunk]
@@ -226,6 +233,29 @@ def replay_memory(
                 after[position] = held
         during[position] = moment
     return MemoryTrace(during=during, after=after)
+
+
+def layers_excess_bytes(num_layers: int, recompute: int, full: float, activation: float, gradients: float) -> float:
+    """Return the most that a stage's layers hold within a B, above what the chunk kept and all its slot gradients.
+
+    The layers run backward from the last to the first. Each frees what it kept; each brings, in the first B of a
+    split sequence, its gradients of K and V; and the first `recompute` of them bring their activations back.
+
+    Args:
+        num_layers: of the stage.
+        recompute: layers of the chunk that are recomputed.
+        full: bytes that one layer keeps of the chunk when it is not recomputed.
+        activation: bytes of its input, which it keeps when it is.
+        gradients: bytes of one layer's gradients of K and V if this B is the one that brings them, else 0.
+    """
+    most = -float("inf")
+    # Between these layers the sum changes evenly, so it is largest at one of them.
+    for layer in {num_layers, recompute + 1, recompute, 1} & set(range(1, num_layers + 1)):
+        freed_full = min(num_layers - layer, num_layers - recompute)
+        freed_inputs = num_layers - layer - freed_full
+        back = full - activation if layer <= recompute else 0.0
+        most = max(most, back - freed_full * full - freed_inputs * activation - (layer - 1) * gradients)
+    return most
 
 
 def _buffer_bytes(costs: Costs, order: SequenceOf[int], done: int, running: bool, receives: bool, sends: bool) -> float:

@@ -105,6 +105,14 @@ def measure_profile(model: Model, *, device: str, progress: Callable[[int, int],
     return _assemble(model, place, layer, ends, chunk, optimizer_s, sizes, transfer)
 
 
+def measure_bytes(model: Model, device: torch.device) -> Bytes:
+    """Measure only the bytes of a model; see `measure_profile`."""
+    bench = _Bench(model, device)
+    with track_memory(device, ()) as memory:
+        bench.warm_up()
+        return bench.bytes(memory)
+
+
 def _assemble(
     model: Model,
     place: torch.device,
@@ -311,6 +319,7 @@ class _Bench:
             context_per_token=context,
             embedding_backward_peak=_line([count.backward_peak for count in embedding]),
             head_forward_peak=_line(head_peaks),
+            head_backward_peak=_line([count.backward_peak for count in head]),
             logits_per_token=logits,
         )
 

@@ -102,6 +102,7 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     embedding_backward_peak: Line
     head_forward_peak: Line
     """Without logits, per token."""
+    head_backward_peak: Line
     logits_per_token: float
     """Per token of one piece of logits."""
 

@@ -25,7 +25,7 @@ REPEATS = 9
 def measure_transfer(device: str) -> Line:
     """Return the seconds of one transfer between two ranks on this machine: a constant, and per byte."""
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
-        start_processes(_ping_pong, args=(device, scratch), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
+        start_processes(_ping_pong, args=(device, scratch), nprocs=2, start_method="spawn")
         seconds = np.load(Path(scratch) / "seconds.npy")
     sizes = np.array(SIZES) * 4.0
     rate = max(0.0, float((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])))

@@ -26,12 +26,20 @@ class CpuMemory(TorchDispatchMode):
         for tensor in tensors:
             self._see(tensor)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing here is compiled, and the guard against it would cost more than the count.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and count what it returns."""
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                self._see(tensor)
+        if isinstance(result, Tensor):
+            self._see(result)
+        elif isinstance(result, (tuple, list)):
+            for tensor in result:
+                if isinstance(tensor, Tensor):
+                    self._see(tensor)
         return result
 
     def reset_peak(self) -> None:

@@ -13,6 +13,7 @@ from infinipipe.profiles.cost import (
     chunk_loads,
     curve_seconds,
     layer_seconds,
+    layers_excess_bytes,
     logits_tokens,
     optimizer_seconds,
     replay_memory,
@@ -43,6 +44,7 @@ def round_profile() -> Profile:
         context_per_token=4.0,
         embedding_backward_peak=Line(constant=0.0, rate=1.0),
         head_forward_peak=Line(constant=11.0, rate=8.0),
+        head_backward_peak=Line(constant=0.0, rate=2.0),
         logits_per_token=1000.0,
     )
     return msgspec.structs.replace(profile, bytes=sizes)
@@ -123,7 +125,7 @@ def test_chunk_costs_by_hand() -> None:
     assert costs.saved_bytes.tolist() == [8 * 90, 7 * 110]
     assert costs.forward_peak_bytes[0].tolist() == [7 + 40, 7 + 35]
     assert costs.forward_peak_bytes[1].tolist() == [11 + 64 + 4000, 11 + 56 + 4000]
-    assert costs.backward_peak_bytes[1].tolist() == [9 + 48, 28 + 32]
+    assert costs.backward_peak_bytes[1].tolist() == [9 + 48 + 8 * (10 - 3), 28 + 32 + 7 * (10 - 3)]
     assert costs.activation_bytes.tolist() == [80, 70]
 
 
@@ -144,7 +146,9 @@ def test_memory_of_a_split_sequence_by_hand() -> None:
     during = [
         slot + kept[0] + 47 + 40,  # and the first gradient's receive
         slot + sum(kept) + 27 + 40 + 80,  # and F0's send
-        slot + grads + sum(kept) + 16 + 32 + 40 + 80 + 40,  # and F1's send, the next receive, B1's own gradient
+        # F1's send, the next receive, B1's own gradient; when the second layer's K and V gradients
+        # come, the first one's activations are there, so one layer's activations are not.
+        slot + grads + sum(kept) + 16 + 32 + 40 + 80 + 40 - 400,
         slot + grads + kept[0] + 9 + 48 + 40 + 80,
     ]
     assert (trace.during - static).tolist() == during
@@ -171,3 +175,13 @@ def test_weight_gradients_apart_keep_the_activations_until_w() -> None:
     trace = replay_memory(profile, (FIRST, LAST), 1, sequences, loads, costs, program("F0 I0 W0"), (0,))
     kept = float(costs.kept_bytes[1, 0])
     assert (trace.after - static_bytes(profile, LAST)).tolist() == [kept, kept, 0]
+
+
+def test_layers_come_and_go_within_a_backward() -> None:
+    """Layer by layer: what a B needs is the largest of the moments when each layer runs."""
+    for num_layers, recompute in [(4, 0), (4, 2), (4, 4), (3, 1), (1, 0), (1, 1)]:
+        for full, activation, gradients in [(100.0, 10.0, 0.0), (100.0, 10.0, 70.0), (100.0, 10.0, 300.0)]:
+            kept = [activation if layer < recompute else full for layer in range(num_layers)]
+            moments = [sum(kept[:layer]) + full + gradients * (num_layers - layer) for layer in range(num_layers)]
+            expected = max(moments) - sum(kept) - num_layers * gradients
+            assert layers_excess_bytes(num_layers, recompute, full, activation, gradients) == expected

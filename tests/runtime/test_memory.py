@@ -1,0 +1,130 @@
+"""The count of live bytes, and what a stage needs against what the cost model says (CASES G5, G6, G10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from infinipipe.ir import Op, OpKind, Step
+from infinipipe.ir.verify import verify_step
+from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.profiles.cost import chunk_costs, chunk_loads, replay_memory
+from infinipipe.profiles.measure import measure_bytes
+from infinipipe.profiles.profile import Profile
+from infinipipe.runtime.data import StepData
+from infinipipe.runtime.executor import Executor
+from infinipipe.runtime.memory import CpuMemory
+from infinipipe.runtime.model import StageModel
+from infinipipe.runtime.trainer import make_optimizer
+from infinipipe.runtime.transport import LoopbackTransport
+from tests.runtime.replay import CPU, MemoryDataset, hand_header, hand_step, small_model
+
+F, B = OpKind.FORWARD, OpKind.BACKWARD
+MODEL = small_model(hidden_size=64, intermediate_size=176, head_dim=16)
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return msgspec.structs.replace(analytic_profile(MODEL, "a800-80g"), bytes=measure_bytes(MODEL, CPU))
+
+
+def test_storages_count_once_and_until_the_last_view_is_gone() -> None:
+    kept = torch.zeros(100)
+    with CpuMemory([kept]) as memory:
+        start = memory.current_bytes
+        assert start == 400
+        a = torch.ones(1000)
+        view = a[10:20]
+        b = a + 1
+        assert memory.current_bytes == start + 8000
+        del a, b
+        assert memory.current_bytes == start + 4000
+        assert memory.peak_bytes == start + 8000
+        memory.reset_peak()
+        del view
+        assert (memory.current_bytes, memory.peak_bytes) == (start, start + 4000)
+
+
+def test_saved_activations_count_until_backward() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    with CpuMemory([weight]) as memory:
+        start = memory.current_bytes
+        out = (torch.randn(4, 8) @ weight).exp().sum()
+        assert memory.current_bytes == start + 2 * 4 * 8 * 4 + 4
+        out.backward()
+        del out
+        assert memory.current_bytes == start + 8 * 8 * 4  # the gradient stays
+
+
+def gpipe(step: Step, in_flight: int) -> Step:
+    """Give the only stage a program that keeps `in_flight` chunks between their F and B."""
+    (replica,) = step.replicas
+    count = len(replica.chunks)
+    forwards, backwards = [Op(F, c) for c in range(count)], [Op(B, c) for c in range(count)]
+    program = forwards[:in_flight]
+    for done in range(count):
+        program += [backwards[done], *forwards[in_flight + done : in_flight + done + 1]]
+    replica = msgspec.structs.replace(replica, programs=(tuple(program),))
+    return msgspec.structs.replace(step, replicas=(replica,))
+
+
+def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
+    """Return the peak bytes of the only stage by the cost model and by count."""
+    header = hand_header(MODEL, (4,), batch_size=100)
+    verify_step(header, step)
+    (replica,) = step.replicas
+    loads = chunk_loads(replica.chunks, step.sequences)
+    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
+    trace = replay_memory(
+        profile, header.stages, 0, step.sequences, loads, costs, replica.programs[0], replica.recompute[0]
+    )
+    model = StageModel(MODEL, header.stages[0], CPU)
+    model.init_random(0)
+    parameters = model.global_parameters()
+    optimizer = make_optimizer(parameters, lr=0.0)
+    static = [t for p in parameters.values() for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
+    executor = Executor(header, 0, model, LoopbackTransport.connect(1)[0])
+    data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
+    with CpuMemory(static) as memory:
+        executor.run(step, replica, data)
+    return float(trace.during.max()), float(memory.peak_bytes)
+
+
+def measured_close(profile: Profile, step: Step) -> float:
+    predicted, measured = predicted_and_measured(profile, step)
+    assert -0.02 <= predicted / measured - 1 <= 0.05, f"predicted {predicted:.0f}, measured {measured:.0f}"
+    return measured
+
+
+def packed_step(num_chunks: int, recompute: Callable[[int, int], int] = lambda stage, chunk: 0) -> Step:
+    dataset = MemoryDataset([500, 300] * num_chunks)
+    chunks = [[(2 * c, 0, 500), (2 * c + 1, 0, 300)] for c in range(num_chunks)]
+    return hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], recompute)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 8])
+def test_peak_with_chunks_in_flight(profile: Profile, in_flight: int) -> None:
+    measured_close(profile, gpipe(packed_step(8), in_flight))
+
+
+def test_peak_does_not_grow_with_the_number_of_chunks(profile: Profile) -> None:
+    peaks = [measured_close(profile, gpipe(packed_step(count), 2)) for count in (4, 16)]
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+def test_recompute_lowers_the_peak_as_predicted(profile: Profile) -> None:
+    peaks = [measured_close(profile, gpipe(packed_step(4, lambda s, c, r=r: r), 2)) for r in range(5)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[4] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("recompute", [0, 2, 4])
+def test_peak_of_split_and_hybrid_chunks(profile: Profile, recompute: int) -> None:
+    """K and V of the whole sequence from its first F, and their gradients from its first B."""
+    dataset = MemoryDataset([3000, 200, 100])
+    chunks = [[(0, 0, 1000)], [(0, 1000, 800)], [(0, 1800, 700)], [(0, 2500, 500), (1, 0, 200), (2, 0, 100)]]
+    step = hand_step(hand_header(MODEL, (4,)), dataset, [chunks], lambda s, c: recompute)
+    measured_close(profile, step)
