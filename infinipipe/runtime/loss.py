@@ -37,6 +37,7 @@ class _HeadLoss(torch.autograd.Function):
             grad = logits.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
             weight.grad.addmm_(grad.t(), hidden[rows])
+            del logits, grad  # before the next piece's are made
         ctx.save_for_backward(grad_hidden)
         return total
 
