@@ -8,7 +8,7 @@ export PIP_USER := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # The demo: a limit that is too low to keep everything, so that stages recompute; long files are split, short ones packed.
-DEMO_COMPILE := --stages 2 --memory 54MiB --max-length 3072 --batch-size 8 --steps 8
+DEMO_COMPILE := --stages 2 --memory 54MiB --max-length 3072 --batch-size 8 --steps 6
 DEMO_RUN := --device cpu --lr 2e-3
 
 .PHONY: demo test check format wheel docs clean
