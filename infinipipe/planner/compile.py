@@ -185,7 +185,8 @@ def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> Infeasible
     limit = pipeline.limits[shortage.stage]
     return InfeasibleError(
         f"step {index} does not fit: stage {shortage.stage} needs at least {show_bytes(shortage.bytes_needed)}, "
-        f"its limit is {show_bytes(limit)}; raise --memory or --stages, or lower --max-length"
+        f"{show_bytes(shortage.bytes_needed - limit)} more than its limit of {show_bytes(limit)}; "
+        "raise --memory or --stages, or lower --max-length"
     )
 
 

@@ -16,7 +16,7 @@ from infinipipe.planner.options import CompileOptions
 from infinipipe.planner.policies import POLICIES
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from tests.mutations import MUTATIONS, mutants
+from tests.mutations import MUTATIONS, long_chain, mutants
 
 LENGTHS = (12_000, 11_000, 9_000, 9_500, 6_000, 5_500, 700, 600, 400, 300, 90, 80, 60, 50, 20, 10)
 
@@ -38,6 +38,8 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_corruption_is_refused(plan: tuple[Header, Step], name: str) -> None:
     header, step = plan
+    if "of a chain" in name and len(long_chain(step)) == 1:
+        pytest.skip("the policy splits no sequence")
     for mutant, pattern in mutants(name, header, step):
         with pytest.raises(VerifyError) as caught:
             verify_step(header, mutant)

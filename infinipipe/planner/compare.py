@@ -1,0 +1,123 @@
+"""Compare policies on the same steps: what each costs, against a bound that none can beat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from infinipipe.dataset import Dataset
+from infinipipe.errors import InfeasibleError, InputError
+from infinipipe.ir import Header, Step
+from infinipipe.ir.verify import verify_header, verify_step
+from infinipipe.planner.compile import make_header, make_pipeline, plan_steps
+from infinipipe.planner.options import CompileOptions
+from infinipipe.planner.policies import POLICIES
+from infinipipe.profiles import Profile
+
+Progress = Callable[[int, int], None]
+"""Called with how many steps are planned, over all policies, and how many there are."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy makes of all steps."""
+
+    policy: str
+    feasible: Literal[True] = True
+    step_seconds: float
+    """Mean of the simulated steps, the optimizer included."""
+    bound_seconds: float
+    """Mean of what no schedule can beat, the optimizer included."""
+    ratio_to_bound: float
+    bubble_fraction: float
+    """Of all stages' time."""
+    recompute_fraction: float
+    """Of the time in which stages compute."""
+    peak_bytes: tuple[int, ...]
+    """The most of any step, per stage."""
+    num_chunks: float
+    """Mean per step, over all replicas."""
+    plan_seconds: float
+    """Mean per step that planning took on this machine."""
+
+
+class InfeasibleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that has no plan for some step."""
+
+    policy: str
+    feasible: Literal[False] = False
+    reason: str
+
+
+def compare_policies(
+    dataset: Dataset,
+    profile: Profile,
+    options: CompileOptions,
+    policies: SequenceOf[str] = tuple(POLICIES),
+    progress: Progress | None = None,
+) -> list[Row | InfeasibleRow]:
+    """Plan the same steps with each policy and return a row for each, in order; every plan is verified.
+
+    Raises:
+        InputError: a policy is unknown, or the options do not fit the profile or the dataset.
+        InfeasibleError: the stages cannot even hold the model.
+    """
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        raise InputError(f"--policies {unknown[0]}: no such policy; there are {', '.join(POLICIES)}")
+    pipeline = make_pipeline(dataset, profile, options)
+    rows: list[Row | InfeasibleRow] = []
+    for number, policy in enumerate(policies):
+        header = make_header(dataset, pipeline, replace(options, policy=policy))
+        verify_header(header)
+        steps, first = plan_steps(dataset, pipeline, header), number * header.num_steps
+        total = len(policies) * header.num_steps
+
+        def advance(done: int, first: int = first, total: int = total) -> None:
+            if progress is not None:
+                progress(first + done, total)
+
+        rows.append(_compare(header, steps, advance))
+        advance(header.num_steps)
+    return rows
+
+
+def _compare(header: Header, steps: Iterator[Step], advance: Callable[[int], None]) -> Row | InfeasibleRow:
+    found: list[Step] = []
+    began = time.perf_counter()
+    seconds = 0.0
+    try:
+        for step in steps:
+            seconds += time.perf_counter() - began
+            verify_step(header, step)
+            found.append(step)
+            advance(len(found))
+            began = time.perf_counter()
+    except InfeasibleError as error:
+        return InfeasibleRow(policy=header.policy, reason=str(error))
+    return summarize(header.policy, found, seconds)
+
+
+def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
+    """Return the row of a policy whose steps took so long to plan in all."""
+    count = len(steps)
+    step_s = sum(step.step_s for step in steps)
+    bound_s = sum(step.bound_s + step.step_s - step.makespan_s for step in steps)
+    predicted = [stage for step in steps for replica in step.replicas for stage in replica.predicted]
+    busy_s, bubble_s = sum(stage.busy_s for stage in predicted), sum(stage.bubble_s for stage in predicted)
+    peaks = [[stage.peak_bytes for stage in replica.predicted] for step in steps for replica in step.replicas]
+    return Row(
+        policy=policy,
+        step_seconds=step_s / count,
+        bound_seconds=bound_s / count,
+        ratio_to_bound=step_s / bound_s,
+        bubble_fraction=bubble_s / (busy_s + bubble_s),
+        recompute_fraction=sum(stage.recompute_s for stage in predicted) / busy_s,
+        peak_bytes=tuple(map(max, zip(*peaks, strict=True))),
+        num_chunks=sum(len(replica.chunks) for step in steps for replica in step.replicas) / count,
+        plan_seconds=plan_seconds / count,
+    )

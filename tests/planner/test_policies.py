@@ -1,0 +1,205 @@
+"""Every policy: valid plans from any lengths, its own rules kept, and none better than `epp` where it counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinipipe.ir import OpKind, chunk_chains
+from infinipipe.ir.text import show_program
+from infinipipe.planner.bound import makespan_bound
+from infinipipe.planner.checkpointing import Shortage
+from infinipipe.planner.diagonals import diagonal_counts, diagonal_places, solve_diagonals, sweep_diagonals
+from infinipipe.planner.order import make_program, stage_leads
+from infinipipe.planner.paper import make_chains, plan_paper
+from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
+from infinipipe.planner.problem import Problem, average_work
+from infinipipe.planner.schedule import Schedule, make_replica, order_memories, price
+from tests.planner.test_chunking import cut
+from tests.planner.toys import draw_lengths, toy_problem
+
+RIVALS = [policy for policy in POLICIES if policy != DEFAULT_POLICY]
+
+
+def planned(policy: str, problem: Problem) -> Schedule:
+    found = POLICIES[policy](problem)
+    assert isinstance(found, Schedule)
+    return found
+
+
+def shown(schedule: Schedule, stage: int) -> str:
+    memory = schedule.memories[stage]
+    return show_program(stage, make_program(memory.directions.tolist(), memory.chunks.tolist()))
+
+
+def test_all_policies_are_there() -> None:
+    assert list(POLICIES) == ["epp", "paper", "gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.integers(1, 120), min_size=1, max_size=8),
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)
+def test_within_the_bound_and_the_limit(policy: str, lengths: list[int], counts: list[int]) -> None:
+    problem = toy_problem(lengths, counts, 6000 * max(lengths) + 600_000)
+    found = POLICIES[policy](problem)
+    if isinstance(found, Shortage):
+        assert found.bytes_needed > problem.pipeline.limits[found.stage]
+        return
+    assert found.makespan_s >= makespan_bound(problem.pipeline, problem.sequences, 1)
+    for stage, predicted in enumerate(make_replica(found).predicted):
+        assert predicted.peak_bytes <= problem.pipeline.limits[stage]
+
+
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b"])
+def test_packers_never_split(policy: str) -> None:
+    problem = toy_problem([90, 20, 31, 7, 64, 15, 15, 40], [2, 2])
+    found = planned(policy, problem)
+    assert all(chunk.split_slice(problem.sequences) is None for chunk in found.priced.chunks.chunks)
+
+
+def test_gpipe_runs_all_forwards_first() -> None:
+    found = planned("gpipe", toy_problem([30] * 6, [2, 2]))
+    directions = found.memories[0].directions.tolist()
+    assert directions == [1] * (len(directions) // 2) + [-1] * (len(directions) // 2)
+
+
+def test_gpipe_takes_rounds_when_memory_is_short() -> None:
+    roomy = planned("gpipe", toy_problem([30] * 8, [2, 2]))
+    most = max(float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories))
+    tight = toy_problem([30] * 8, [2, 2], 0.2 * most)
+    found = planned("gpipe", tight)
+    assert found.makespan_s > roomy.makespan_s
+    assert found.recompute.any() or "B" in shown(found, 0)[: len(shown(found, 0)) // 2]
+
+
+def test_1f1b_alternates() -> None:
+    found = planned("1f1b", toy_problem([30] * 6, [2, 2]))
+    assert shown(found, 1).startswith("1F0 1B0 1F1 1B1")
+    assert shown(found, 0).startswith("0F0 0F1 0B0 0F2 0B1")
+
+
+def test_baselines_recompute_statically() -> None:
+    roomy = planned("seq1f1b", toy_problem([200, 150, 60, 60, 50], [3, 3]))
+    most = float(roomy.memories[0].during(roomy.recompute[0]).max())
+    limit = roomy.problem.pipeline.limits[0]
+    static = limit - 2**62
+    tight = toy_problem([200, 150, 60, 60, 50], [3, 3], 0.6 * (most - static))
+    for policy in ("gpipe", "1f1b", "terapipe", "seq1f1b"):
+        found = POLICIES[policy](tight)
+        if isinstance(found, Schedule):
+            assert np.all(found.recompute == found.recompute[:, :1])
+
+
+def test_seq1f1b_slices_equally_and_last_in_first_out() -> None:
+    problem = toy_problem([240, 60, 60, 60, 60], [2, 2])
+    found = planned("seq1f1b", problem)
+    chains = [chain for chain in chunk_chains(found.priced.chunks.chunks, problem.sequences) if len(chain) > 1]
+    lengths = [found.priced.chunks.chunks[c].num_tokens for c in chains[0]]
+    assert max(lengths) - min(lengths) <= 1
+    backwards = found.memories[0].chunks[found.memories[0].directions < 0].tolist()
+    size = found.priced.chunks.chains[0]
+    assert backwards[:size] == list(range(size - 1, -1, -1))
+
+
+def test_chunkflow_keeps_the_last_chunks_of_a_sequence() -> None:
+    free = toy_problem([400, 20], [2, 2])
+    kept = 400 * 2 * free.pipeline.profile.bytes.layer_full_per_token
+    found = planned("chunkflow", toy_problem([400, 20], [2, 2], 0.75 * kept))
+    size = found.priced.chunks.chains[0]
+    counts = found.recompute[0, :size].tolist()
+    assert counts == sorted(counts, reverse=True)
+    assert set(counts) <= {0, 2}
+    assert counts[0] == 2
+
+
+@pytest.mark.parametrize(("seed", "tightness"), [(0, 100.0), (1, 1.5), (2, 0.8)])
+def test_epp_is_best_on_real_lengths(seed: int, tightness: float) -> None:
+    lengths = [max(1, length // 60) for length in draw_lengths("mooncake", 12, seed)]
+    free = toy_problem(lengths, [2, 2, 2])
+    kept = max(lengths) * 2 * free.pipeline.profile.bytes.layer_full_per_token
+    problem = toy_problem(lengths, [2, 2, 2], tightness * kept)
+    best = planned("epp", problem).makespan_s
+    for policy in RIVALS:
+        found = POLICIES[policy](problem)
+        assert isinstance(found, Shortage) or best <= found.makespan_s * 1.002, policy
+
+
+def test_algorithm_1_cuts_every_sequence_by_the_longest_ones_mesh() -> None:
+    problem = toy_problem([300, 280, 150, 20, 10, 10], [3, 3])
+    work = average_work(problem.pipeline.profile, 2)
+    chains = make_chains(problem, work, 6)
+    bounds = {
+        chain[0].slices[0].sequence: [chunk.split_slice(problem.sequences) for chunk in chain]
+        for chain in chains
+        if len(chain) > 1
+    }
+    longest = [piece.stop for piece in bounds[0] if piece]
+    assert len(longest) == 6
+    works = [work.between(piece.start, piece.stop) for piece in bounds[0] if piece]
+    assert works == pytest.approx([works[0]] * 6, rel=0.05)
+    second = [piece.stop for piece in bounds[1] if piece]
+    assert second[:-1] == longest[: len(second) - 1]
+    assert second[-1] == 280
+    assert sorted({p.sequence for chain in chains for chunk in chain for p in chunk.slices}) == list(range(6))
+
+
+def test_one_slice_splits_nothing() -> None:
+    problem = toy_problem([300, 280, 150, 20, 10, 10], [3, 3])
+    chains = make_chains(problem, average_work(problem.pipeline.profile, 2), 1)
+    assert all(len(chain) == 1 for chain in chains)
+
+
+def tight_memories(fraction: float) -> tuple[Problem, tuple[object, ...], list[int]]:
+    problem = toy_problem([400, 90, 80, 60, 50, 40], [2, 2, 2])
+    chunks, _, _ = cut(problem, 20)
+    priced = price(problem, chunks)
+    memories = order_memories(problem, priced, stage_leads(chunks, 3, "uniform", 3))
+    limits = []
+    for memory in memories:
+        none, full = (memory.during(np.full(len(memory.kept), n)).max() for n in (0, 2))
+        limits.append(int(full + fraction * (none - full)))
+    return problem, memories, limits
+
+
+@pytest.mark.parametrize("fraction", [0.15, 0.4, 0.8])
+def test_integer_program_fits_and_is_no_worse_than_the_sweep(fraction: float) -> None:
+    _, memories, limits = tight_memories(fraction)
+    swept = sweep_diagonals(memories, limits)  # type: ignore[arg-type]
+    assert not isinstance(swept, Shortage)
+    solved = solve_diagonals(memories, limits, swept)  # type: ignore[arg-type]
+    assert solved.sum() <= swept.sum()
+    counts = diagonal_counts(memories, solved)  # type: ignore[arg-type]
+    for memory, row, limit in zip(memories, counts, limits, strict=True):
+        assert memory.during(np.minimum(row, 1)).max() <= limit or memory.during(row).max() <= limit * 1.001  # type: ignore[attr-defined]
+
+
+def test_counts_are_tied_along_diagonals() -> None:
+    _, memories, limits = tight_memories(0.3)
+    swept = sweep_diagonals(memories, limits)  # type: ignore[arg-type]
+    assert not isinstance(swept, Shortage)
+    counts = diagonal_counts(memories, swept)  # type: ignore[arg-type]
+    order = [memory.chunks[memory.directions < 0] for memory in memories]  # type: ignore[attr-defined]
+    for stage in range(2):
+        # ckpt(p, k) = ckpt(p + 1, k + 1), k counted in the order of B
+        assert counts[stage][order[stage]][:-1].tolist() == counts[stage + 1][order[stage + 1]][1:].tolist()
+    assert diagonal_places(memories[0], 3, 0)[order[0][0]] == 2  # type: ignore[arg-type]
+
+
+def test_paper_groups_long_chains_apart_when_memory_is_short() -> None:
+    lengths = [600, *[20] * 60]
+    roomy = planned("paper", toy_problem(lengths, [2, 2, 2, 2]))
+    kept = 600 * 2 * roomy.problem.pipeline.profile.bytes.layer_full_per_token
+    found = plan_paper(toy_problem(lengths, [2, 2, 2, 2], 0.9 * kept))
+    assert isinstance(found, Schedule)
+    assert found.makespan_s > roomy.makespan_s
+    assert found.recompute.any()
+
+
+def test_backward_ops_only() -> None:
+    replica = make_replica(planned("epp", toy_problem([50, 20], [2, 2])))
+    assert {op.kind for program in replica.programs for op in program} == {OpKind.FORWARD, OpKind.BACKWARD}
