@@ -33,7 +33,6 @@ from infinipipe.planner.simulate import simulate
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
-PROFILE = {"format_version": 1, "source": "analytic"}
 LENGTHS = (7, 40, 5, 3, 24, 1)
 
 
@@ -41,6 +40,7 @@ def make_model(num_layers: int = 8, **changes: Any) -> Model:
     model = Model(
         name="tiny",
         config='{"model_type":"llama"}',
+        tokenizer="bytes",
         architecture="LlamaForCausalLM",
         num_layers=num_layers,
         hidden_size=64,
@@ -57,17 +57,21 @@ def make_model(num_layers: int = 8, **changes: Any) -> Model:
 
 def make_header(num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, **changes: Any) -> Header:
     """Return a header whose layers are spread evenly, the first stages one more where they do not divide."""
-    model = make_model()
+    model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
+    profile = msgspec.msgpack.encode({"format_version": 1, "source": "analytic", "model": model, "dtype": "float32"})
     header = Header(
         format_version=FORMAT_VERSION,
         infinipipe_version="0",
         model=model,
+        model_sha256=model.sha256,
+        dtype="float32",
         stages=tuple(
             Stage(first_layer=a, num_layers=b - a, embedding=a == 0, head=b == model.num_layers)
             for a, b in itertools.pairwise(bounds)
         ),
         num_replicas=num_replicas,
+        sequence_parallel=1,
         memory_limit_bytes=(10**9,) * num_stages,
         batch_size=8,
         num_steps=num_steps,
@@ -76,11 +80,17 @@ def make_header(num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, 
         loss_norm="token",
         logits_tokens=1024,
         dataset=DatasetInfo(
-            path="dataset.jsonl", sha256="0" * 64, tokenizer="ids", num_sequences=100, num_tokens=5000, num_truncated=0
+            path="dataset.jsonl",
+            sha256="0" * 64,
+            tokenizer="ids",
+            tokenizer_sha256="",
+            num_sequences=100,
+            num_tokens=5000,
+            num_truncated=0,
         ),
         policy="by-hand",
-        profile_sha256=hashlib.sha256(msgspec.json.encode(PROFILE, order="sorted")).hexdigest(),
-        profile=msgspec.Raw(msgspec.msgpack.encode(PROFILE)),
+        profile_sha256=hashlib.sha256(profile).hexdigest(),
+        profile=msgspec.Raw(profile),
     )
     return msgspec.structs.replace(header, **changes)
 

@@ -4,6 +4,7 @@ from infinipipe.ir.plan import (
     FORMAT_VERSION,
     Chunk,
     DatasetInfo,
+    DType,
     Header,
     LossNorm,
     Model,
@@ -25,6 +26,7 @@ from infinipipe.ir.verify import Report, verify_header, verify_plan, verify_step
 __all__ = [
     "FORMAT_VERSION",
     "Chunk",
+    "DType",
     "DatasetInfo",
     "Header",
     "LossNorm",

@@ -12,7 +12,7 @@ import re
 import msgspec
 
 from infinipipe.errors import VerifyError
-from infinipipe.ir.plan import FORMAT_VERSION, Header
+from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
 
 
 def check_header_version(header: Header) -> None:
@@ -58,6 +58,7 @@ def check_header_numbers(header: Header) -> None:
     """Counts, limits and lengths of the header are possible."""
     least = {
         "num_replicas": (header.num_replicas, 1),
+        "sequence_parallel": (header.sequence_parallel, 1),
         "batch_size": (header.batch_size, 1),
         "num_steps": (header.num_steps, 1),
         "seed": (header.seed, 0),
@@ -72,6 +73,16 @@ def check_header_numbers(header: Header) -> None:
             raise VerifyError(f"header: {name} is {value}, less than {minimum}")
 
 
+def check_sequence_parallel(header: Header) -> None:
+    """The ranks that share a sequence share the heads evenly."""
+    model, ranks = header.model, header.sequence_parallel
+    if model.num_heads % ranks or model.num_kv_heads % ranks:
+        raise VerifyError(
+            f"header: sequence_parallel is {ranks}; {model.num_heads} heads and {model.num_kv_heads} key-value heads "
+            "cannot be shared evenly"
+        )
+
+
 def check_memory_limits(header: Header) -> None:
     """Every stage has a memory limit."""
     limits = header.memory_limit_bytes
@@ -82,16 +93,31 @@ def check_memory_limits(header: Header) -> None:
 
 
 def check_digests(header: Header) -> None:
-    """The profile is the one whose digest is given; the dataset's digest is one."""
+    """Model and profile are those whose digests are given; the dataset's digest is one."""
+    if header.model_sha256 != header.model.sha256:
+        raise VerifyError("header: model_sha256 is not the digest of the model's config")
     if not re.fullmatch("[0-9a-f]{64}", header.dataset.sha256):
         raise VerifyError("header: dataset.sha256 is not a sha256")
-    try:
-        profile = msgspec.msgpack.decode(header.profile, type=dict[str, object])
-        found = hashlib.sha256(msgspec.json.encode(profile, order="sorted")).hexdigest()
-    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
-        raise VerifyError("header: the profile is not a map of plain data") from None
-    if found != header.profile_sha256:
+    if header.profile_sha256 != hashlib.sha256(header.profile).hexdigest():
         raise VerifyError("header: profile_sha256 is not the digest of the profile")
+
+
+class _Profile(msgspec.Struct, frozen=True):
+    """What the header repeats of the profile."""
+
+    model: Model
+    dtype: DType
+
+
+def check_profile(header: Header) -> None:
+    """The profile is of the header's model and dtype."""
+    try:
+        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise VerifyError(f"header: the profile cannot be used: {error}") from None
+    for name in ("model", "dtype"):
+        if getattr(profile, name) != getattr(header, name):
+            raise VerifyError(f"header: the profile is of another {name}")
 
 
 HEADER_RULES = (
@@ -99,6 +125,8 @@ HEADER_RULES = (
     check_model,
     check_stages,
     check_header_numbers,
+    check_sequence_parallel,
     check_memory_limits,
     check_digests,
+    check_profile,
 )

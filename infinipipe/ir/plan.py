@@ -16,6 +16,7 @@ import msgspec
 FORMAT_VERSION = 1
 
 LossNorm = Literal["token", "sequence"]
+DType = Literal["float32", "bfloat16"]
 
 
 class OpKind(enum.StrEnum):
@@ -33,6 +34,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     name: str
     config: str
     """The Hugging Face `config.json` as canonical JSON (sorted keys, no spaces)."""
+    tokenizer: str
+    """The folder whose `tokenizer.json` turns text into tokens, or `bytes`."""
     architecture: str
     num_layers: int
     hidden_size: int
@@ -82,6 +85,8 @@ class DatasetInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Of the file's bytes."""
     tokenizer: str
     """`ids` (the file holds token ids), `bytes`, `lengths` (planned, cannot run), or the tokenizer's directory."""
+    tokenizer_sha256: str
+    """Of the directory's `tokenizer.json`; empty where no such file is used."""
     num_sequences: int
     num_tokens: int
     """After truncation to `max_length`."""
@@ -95,8 +100,14 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     format_version: int
     infinipipe_version: str
     model: Model
+    model_sha256: str
+    """Of the model's config."""
+    dtype: DType
+    """Of parameters and activations, for which times and bytes were predicted."""
     stages: tuple[Stage, ...]
     num_replicas: int
+    sequence_parallel: int
+    """Ranks of a stage that share every sequence; 1 for none."""
     memory_limit_bytes: tuple[int, ...]
     """Per stage."""
     batch_size: int
@@ -109,7 +120,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     dataset: DatasetInfo
     policy: str
     profile_sha256: str
-    """Of the profile's canonical JSON."""
+    """Of the bytes of `profile`."""
     profile: msgspec.Raw
     """The whole profile (see `infinipipe.profiles.profile`), so that the plan explains itself."""
 

@@ -25,7 +25,7 @@ from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.schedule import Schedule, empty_replica, make_replica
 from infinipipe.planner.units import show_bytes
 from infinipipe.planner.workers import ordered_map
-from infinipipe.profiles import Profile, encode_profile, profile_sha256
+from infinipipe.profiles import Profile, pack_profile, profile_sha256
 from infinipipe.profiles.cost import logits_tokens, optimizer_seconds
 
 Progress = Callable[[int, int], None]
@@ -92,8 +92,11 @@ def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -
         format_version=FORMAT_VERSION,
         infinipipe_version=__version__,
         model=profile.model,
+        model_sha256=profile.model.sha256,
+        dtype=profile.dtype,
         stages=pipeline.stages,
         num_replicas=options.num_replicas,
+        sequence_parallel=1,
         memory_limit_bytes=pipeline.limits,
         batch_size=batch_size,
         num_steps=num_steps,
@@ -104,8 +107,7 @@ def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -
         dataset=dataset.info,
         policy=options.policy,
         profile_sha256=profile_sha256(profile),
-        # Through JSON, so that the plan holds the very data that the digest is of.
-        profile=msgspec.Raw(msgspec.msgpack.encode(msgspec.json.decode(encode_profile(profile)))),
+        profile=msgspec.Raw(pack_profile(profile)),
     )
 
 

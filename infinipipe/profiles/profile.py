@@ -9,11 +9,9 @@ from typing import Literal
 import msgspec
 
 from infinipipe.errors import InputError
-from infinipipe.ir import Model
+from infinipipe.ir import DType, Model
 
 PROFILE_FORMAT_VERSION = 1
-
-DType = Literal["float32", "bfloat16"]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -25,6 +23,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Usable by one rank."""
     num_devices: int
     """On one machine; on a CPU a device is one core."""
+    capability: str
+    """What its kernels are chosen by: a CPU's vector instructions, `sm_90` of a GPU."""
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,11 +36,19 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class LayerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Time of one decoder layer: `curve(tokens) + s_per_pair * pairs + s_per_slice * slices` (design, section 5)."""
+    """Seconds of one decoder layer for a chunk (design, section 5).
+
+    `curve(tokens) + s_per_pair * pairs + s_per_slice * slices`, and for its slice that has a context
+    `s_per_context + s_per_context_token * context + s_per_continued_token * length` besides: attention to
+    the context is a second call, whose output is merged with that of the first.
+    """
 
     curve: Curve
     s_per_pair: float
     s_per_slice: float
+    s_per_context: float
+    s_per_context_token: float
+    s_per_continued_token: float
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -57,7 +65,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     layer_backward: LayerTime
     """Without recompute."""
     layer_recompute: LayerTime
-    """What dropping a layer's activations adds to its backward."""
+    """What dropping a layer's activations adds to its forward and backward, all counted in B."""
     chunk_forward_s: float
     """Per chunk and stage, whatever its size."""
     chunk_backward_s: float
@@ -70,6 +78,10 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Per parameter of the stage."""
     transfer_s: Line
     """Per byte between neighbouring stages."""
+    all_to_all_s: Line
+    """Per byte that each rank holds, among `all_to_all_ranks`: for sequence parallelism within a stage."""
+    all_to_all_ranks: int
+    """1 where there is nobody to exchange with."""
 
 
 class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,14 +119,48 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Per token of one piece of logits."""
 
 
+SampleOp = Literal["forward", "backward", "recomputed"]
+"""What was timed of a layer: F, B, or both together where the layer is recomputed."""
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One raw measurement of a layer and what the fitted model says of it."""
 
-    op: Literal["forward", "backward", "recompute"]
+    op: SampleOp
     slices: tuple[tuple[int, int], ...]
     """(start, length) of each."""
     seconds: float
+    """Median of the repeats."""
+    spread_s: float
+    """Between the quartiles of the repeats."""
+    num_repeats: int
     fitted_s: float
+    held_out: bool
+    """Not used in the fit, so that its error tells what to expect of chunks that were never measured."""
+
+
+class Accuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Relative errors `|fitted / measured - 1|` over samples of one kind."""
+
+    op: SampleOp
+    held_out: bool
+    num_samples: int
+    median_error: float
+    p90_error: float
+    worst_error: float
+
+
+class Refinement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One correction of all times by what a run measured."""
+
+    run_sha256: str
+    """Of the run's `metrics.jsonl`."""
+    num_steps: int
+    scale: float
+    """By which all times were multiplied."""
+    error_before: float
+    """Median over the steps of `|predicted / measured - 1|`."""
+    error_after: float
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,16 +178,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     times: Times
     bytes: Bytes
     samples: tuple[Sample, ...]
+    accuracy: tuple[Accuracy, ...]
+    refinements: tuple[Refinement, ...]
 
 
-def encode_profile(profile: Profile) -> bytes:
-    """Return the profile as canonical JSON; its sha256 names the profile."""
-    return msgspec.json.encode(profile, order="sorted")
+def pack_profile(profile: Profile) -> bytes:
+    """Return the profile as msgpack, as a plan holds it: maps have their keys sorted."""
+    return msgspec.msgpack.encode(profile, order="sorted")
 
 
 def profile_sha256(profile: Profile) -> str:
     """Return the digest that a plan records."""
-    return hashlib.sha256(encode_profile(profile)).hexdigest()
+    return hashlib.sha256(pack_profile(profile)).hexdigest()
 
 
 def read_profile(path: Path) -> Profile:
@@ -172,7 +220,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as indented JSON, complete or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(msgspec.json.format(encode_profile(profile), indent=2) + b"\n")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="sorted"), indent=2) + b"\n")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgpack
+import msgspec
 import pytest
 
 from infinipipe.ir import FORMAT_VERSION, Header, Replica, Step, show_program
 from infinipipe.ir.layout import TRAILER_BYTES, Index, Totals
 from infinipipe.ir.plan import DatasetInfo, Model, Stage
-from tests.plans import make_header, write_plan
+from tests.plans import make_header, make_model, write_plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text()
 EXAMPLE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
@@ -36,6 +38,18 @@ def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
 def test_every_field_is_documented(struct: type[Header]) -> None:
     missing = [name for name in struct.__struct_fields__ if f"`{name}`" not in TEXT]
     assert not missing
+
+
+def test_digests_can_be_computed_without_us(tmp_path: Path) -> None:
+    costs = {"s_per_pair": 2.6e-07, "tokens": [1, 200, 70_000], "model": make_model(), "dtype": "float32"}
+    profile = msgspec.msgpack.encode(costs)
+    header = make_header(profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
+    write_plan(tmp_path / "plan", header)
+    with (tmp_path / "plan").open("rb") as file:
+        found = next(iter(msgpack.Unpacker(file)))
+    assert found["profile"]["s_per_pair"] == 2.6e-07
+    assert found["profile_sha256"] == hashlib.sha256(msgpack.packb(found["profile"])).hexdigest()
+    assert found["model_sha256"] == hashlib.sha256(found["model"]["config"].encode()).hexdigest()
 
 
 def test_a_step_is_found_with_three_reads(tmp_path: Path) -> None:

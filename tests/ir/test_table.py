@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from msgspec.structs import replace
 from rich.console import Console, RenderableType
 
 from infinipipe.ir import open_plan, show_program
 from infinipipe.ir.table import plan_tables, step_tables
-from tests.plans import make_header, make_step, write_plan
+from tests.plans import make_header, make_model, make_step, write_plan
 
 
 def shown(tables: RenderableType) -> list[str]:
@@ -21,8 +20,7 @@ def shown(tables: RenderableType) -> list[str]:
 
 
 def test_plan_tables_have_a_row_per_stage_and_step(tmp_path: Path) -> None:
-    header = make_header(num_stages=3, num_replicas=2)
-    header = replace(header, model=replace(header.model, name="[red]tiny[/red]"))
+    header = make_header(num_stages=3, num_replicas=2, model=make_model(name="[red]tiny[/red]"))
     write_plan(tmp_path / "plan", header)
     with open_plan(tmp_path / "plan") as reader:
         lines = shown(plan_tables(reader))

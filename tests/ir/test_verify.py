@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import time
@@ -33,7 +34,7 @@ from infinipipe.ir import (
     verify_step,
 )
 from infinipipe.ir.plan import OpKind
-from tests.plans import B, F, I, W, make_header, make_step, write_plan
+from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
 STEP = make_step(HEADER, 2)
@@ -297,6 +298,10 @@ def with_stage(at: int, **changes: Any) -> Header:
     return replace(HEADER, stages=with_item(HEADER.stages, at, replace(HEADER.stages[at], **changes)))
 
 
+def with_profile(profile: bytes) -> Header:
+    return replace(HEADER, profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
+
+
 HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("version", replace(HEADER, format_version=2), "format 2, not 1"),
     ("no stage", replace(HEADER, stages=()), "no stage"),
@@ -319,8 +324,17 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("dataset", replace(HEADER, dataset=replace(HEADER.dataset, num_sequences=0)), "dataset.num_sequences is 0"),
     ("digest", replace(HEADER, dataset=replace(HEADER.dataset, sha256="x")), "dataset.sha256 is not a sha256"),
     ("profile", replace(HEADER, profile=msgspec.Raw(b"\x80")), "profile_sha256 is not the digest of the profile"),
-    ("profile list", replace(HEADER, profile=msgspec.Raw(b"\x90")), "the profile is not a map of plain data"),
-    ("deep profile", replace(HEADER, profile=msgspec.Raw(b"\x81\xa1a" * 10**5)), "the profile is not a map"),
+    ("profile list", with_profile(b"\x90"), "the profile cannot be used"),
+    ("deep profile", with_profile(b"\x81\xa1a" * 10**5), "the profile cannot be used"),
+    (
+        "profile's model",
+        with_profile(msgspec.msgpack.encode({"model": make_model(9), "dtype": "float32"})),
+        "another model",
+    ),
+    ("profile's dtype", replace(HEADER, dtype="bfloat16"), "the profile is of another dtype"),
+    ("model digest", replace(HEADER, model_sha256="0" * 64), "model_sha256 is not the digest of the model's config"),
+    ("no ranks", replace(HEADER, sequence_parallel=0), "sequence_parallel is 0"),
+    ("uneven ranks", replace(HEADER, sequence_parallel=4), "sequence_parallel is 4; 4 heads and 2 key-value heads"),
 ]
 
 

@@ -19,7 +19,7 @@ from infinipipe.ir.view import (
     step_document,
     step_summary,
 )
-from tests.plans import PROFILE, make_header, make_step, write_plan
+from tests.plans import make_header, make_step, write_plan
 
 
 def test_plan_document_is_plain_and_complete(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_plan_document_is_plain_and_complete(tmp_path: Path) -> None:
         assert document["sha256"] == reader.sha256
     header = document["header"]
     assert set(header) == set(reader.header.__struct_fields__)
-    assert header["profile"] == PROFILE
+    assert header["profile"]["source"] == "analytic"
     assert header["model"]["config"] == '{"model_type":"llama"}'
     assert isinstance(msgspec.convert(document, PlanView), PlanView)
     assert document["totals"]["num_tokens"] == sum(s.num_tokens for s in steps)
