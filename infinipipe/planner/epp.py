@@ -10,26 +10,42 @@ from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import cut_chunks
 from infinipipe.planner.leads import Shape, memory_leads
 from infinipipe.planner.problem import Problem, average_work
-from infinipipe.planner.schedule import Priced, Schedule, fit_schedule, is_better, order_memories, price
+from infinipipe.planner.schedule import (
+    Priced,
+    Schedule,
+    fit_schedule,
+    fixed_schedule,
+    full_recompute,
+    is_better,
+    order_memories,
+    price,
+)
 from infinipipe.planner.sizes import chunk_overhead_s, most_chunk_tokens
 
 _MOST_CHUNKS = 800
 _COARSE, _FINE = 1.5, 1.2
 """Factors by which the search for the number of chunks climbs."""
-_SHAPES = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
 _FRUGAL = Shape(0.0, 1_000_000)
 """One chain at a time: the least that can be in flight."""
-_VARIATIONS: tuple[dict[str, Any], ...] = (
-    *({"shape": shape} for shape in _SHAPES),
-    {"even": True},
-    {"attention": 1.0},
-    {"attention": 0.0},
-    {"num_graded": 0},
-)
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _EFFORT = 50_000
 """Chunks times stages that are simulated at most, give or take a climb: less than a second."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen, the first of each to begin with. A smaller space shows what a choice is worth."""
+
+    attentions: tuple[float, ...] = (0.5, 1.0, 0.0)
+    """How much of the attention's time counts when chunks are cut: all for equal work, none for equal tokens."""
+    evens: tuple[bool, ...] = (False, True)
+    """Whether a long sequence is cut evenly by itself, or by the mesh of all."""
+    grades: tuple[bool, ...] = (True, False)
+    """Whether the first chunks grow and the last shrink."""
+    shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
+    full_recompute: bool = False
+    """Whether all layers of all chunks are recomputed, instead of what memory asks for."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +55,15 @@ class Candidate:
     count: float
     """Parts into which the whole work is cut."""
     attention: float
-    """How much of the attention's time counts when chunks are cut: all for equal work, none for equal tokens."""
     even: bool
-    num_graded: int
+    graded: bool
     shape: Shape
 
 
-def plan_epp(problem: Problem) -> Schedule | Shortage:
+def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     """Return the best schedule found for a replica's sequences."""
-    search = Search(problem)
-    start = Candidate(search.guess_count(), 0.5, False, problem.pipeline.num_stages - 1, _SHAPES[0])
+    search = Search(problem, space)
+    start = Candidate(search.guess_count(), space.attentions[0], space.evens[0], space.grades[0], space.shapes[0])
     search.find_feasible(start)
     if len(problem.members) <= _FEW_SEQUENCES:
         search.enumerate(start)
@@ -64,10 +79,11 @@ def plan_epp(problem: Problem) -> Schedule | Shortage:
 class Search:
     """The best schedule so far, and how to find a better one."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, space: Space) -> None:
         self.best: Schedule | Shortage = Shortage(0, math.inf)
         self._best_candidate: Candidate | None = None
         self._problem = problem
+        self._space = space
         pipeline = problem.pipeline
         self._work = average_work(pipeline.profile, pipeline.num_stages)
         self._total = float(self._work.whole(problem.lengths).sum())
@@ -102,8 +118,8 @@ class Search:
     def enumerate(self, start: Candidate) -> None:
         """Try many numbers of chunks: with few sequences there is no slope to climb."""
         for count in _FEW_COUNTS:
-            for attention in (0.0, 0.5, 1.0):
-                self.makespan(replace(start, count=self._clip(count), attention=attention, num_graded=0))
+            for attention in self._space.attentions:
+                self.makespan(replace(start, count=self._clip(count), attention=attention))
 
     def climb(self, step: float) -> None:
         """Follow the number of chunks from the best to a local optimum."""
@@ -116,12 +132,17 @@ class Search:
     def vary(self) -> bool:
         """Try other orders and other cuts around the best; return whether any is better."""
         before = self._best_candidate
-        # Without neighbours to keep busy, what is in flight only costs memory.
-        frugal: list[dict[str, Any]] = [{"shape": _FRUGAL}] if self._problem.pipeline.num_stages == 1 else []
-        for changes in [*frugal, *_VARIATIONS]:
+        for changes in self._variations():
             if self._best_candidate is not None and self._effort < _EFFORT:
                 self.makespan(replace(self._best_candidate, **changes))
         return self._best_candidate != before
+
+    def _variations(self) -> list[dict[str, Any]]:
+        space = self._space
+        # Without neighbours to keep busy, what is in flight only costs memory.
+        shapes = (_FRUGAL, *space.shapes) if self._problem.pipeline.num_stages == 1 else space.shapes
+        choices = {"shape": shapes, "even": space.evens, "attention": space.attentions, "graded": space.grades}
+        return [{name: value} for name, values in choices.items() for value in values]
 
     def makespan(self, candidate: Candidate) -> float:
         """Evaluate a candidate, once."""
@@ -137,7 +158,11 @@ class Search:
             return least
         self._effort += len(priced.chunks.chunks) * problem.pipeline.num_stages
         leads = memory_leads(problem.pipeline, priced, candidate.shape)
-        found = fit_schedule(problem, priced, order_memories(problem, priced, leads))
+        memories = order_memories(problem, priced, leads)
+        if self._space.full_recompute:
+            found = fixed_schedule(problem, priced, memories, full_recompute(problem, priced))
+        else:
+            found = fit_schedule(problem, priced, memories)
         if is_better(found, self.best):
             self.best, self._best_candidate = found, candidate
         return found.makespan_s if isinstance(found, Schedule) else math.inf
@@ -150,8 +175,9 @@ class Search:
             target, longest = float(works.sum()) / candidate.count, float(works.max())
             if longest > target:
                 target = longest / max(1, round(longest / target))
+            num_graded = candidate.graded * (self._problem.pipeline.num_stages - 1)
             chunks = cut_chunks(
-                self._problem, work, target, self._max_tokens, even=candidate.even, num_graded=candidate.num_graded
+                self._problem, work, target, self._max_tokens, even=candidate.even, num_graded=num_graded
             )
             self._priced[key] = price(self._problem, chunks)
         return self._priced[key]

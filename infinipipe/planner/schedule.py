@@ -75,6 +75,12 @@ def fit_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMem
     return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
 
 
+def full_recompute(problem: Problem, priced: Priced) -> Ints:
+    """Return counts that recompute every layer of every chunk."""
+    layers = [[stage.num_layers] for stage in problem.pipeline.stages]
+    return np.repeat(np.array(layers, dtype=np.int64), len(priced.chunks.chunks), axis=1)
+
+
 def fixed_schedule(
     problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints
 ) -> Schedule | Shortage:

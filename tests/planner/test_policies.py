@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,13 +14,14 @@ from infinipipe.ir.text import show_program
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.diagonals import diagonal_counts, diagonal_places, solve_diagonals, sweep_diagonals
+from infinipipe.planner.epp import Space, plan_epp
 from infinipipe.planner.order import make_program, stage_leads
 from infinipipe.planner.paper import make_chains, plan_paper
 from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
 from infinipipe.planner.problem import Problem, average_work
 from infinipipe.planner.schedule import Schedule, make_replica, order_memories, price
 from tests.planner.test_chunking import cut
-from tests.planner.toys import draw_lengths, toy_problem
+from tests.planner.toys import ROOMY, draw_lengths, toy_problem
 
 RIVALS = [policy for policy in POLICIES if policy != DEFAULT_POLICY]
 
@@ -203,3 +206,34 @@ def test_paper_groups_long_chains_apart_when_memory_is_short() -> None:
 def test_backward_ops_only() -> None:
     replica = make_replica(planned("epp", toy_problem([50, 20], [2, 2])))
     assert {op.kind for program in replica.programs for op in program} == {OpKind.FORWARD, OpKind.BACKWARD}
+
+
+def test_stages_keep_to_their_own_limits() -> None:
+    free = toy_problem([60, 50, 40, 30] * 4, [2, 2, 2, 2])
+    roomy = planned("epp", free)
+    most = [float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories)]
+    static = [limit - ROOMY for limit in free.pipeline.limits]
+    shares = (0.5, 2.0, 2.0, 0.5)
+    limits = tuple(int(s + share * (m - s)) for s, m, share in zip(static, most, shares, strict=True))
+    problem = replace(free, pipeline=replace(free.pipeline, limits=limits))
+    found = planned("epp", problem)
+    sums = found.recompute.sum(axis=1).tolist()
+    assert sums[0] > 0
+    assert sums[3] > 0
+    assert sums[1:3] == [0, 0]
+    for predicted, limit in zip(make_replica(found).predicted, limits, strict=True):
+        assert predicted.peak_bytes <= limit
+
+
+def test_a_smaller_space_is_never_better() -> None:
+    lengths = [max(1, length // 60) for length in draw_lengths("mooncake", 30, 7)]
+    problem = toy_problem(lengths, [2, 2, 2])
+    whole = planned("epp", problem).makespan_s
+    for space in (Space(attentions=(0.0,)), Space(grades=(False,)), Space(full_recompute=True)):
+        found = plan_epp(problem, space)
+        assert isinstance(found, Schedule)
+        assert found.makespan_s >= 0.999 * whole
+    full = plan_epp(problem, Space(full_recompute=True))
+    assert isinstance(full, Schedule)
+    assert np.all(full.recompute == 2)
+    assert full.makespan_s > 1.15 * whole
