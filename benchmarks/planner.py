@@ -1,6 +1,7 @@
 """Compare all policies on real length distributions: how close to the bound, how much recompute, how long to plan.
 
     python benchmarks/planner.py --seeds 3 -o planner.jsonl    # one JSON object per case and policy; resumes
+    python benchmarks/planner.py --ablations --seeds 3 -o ablations.jsonl
     python benchmarks/planner.py --report planner.jsonl        # tables in Markdown
 
 Shapes and costs are analytic; lengths are drawn from quantiles of real data sets (tests/length_quantiles.json).
@@ -14,18 +15,22 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Sequence
 from infinipipe.planner.compare import InfeasibleRow, Row, summarize
 from infinipipe.planner.compile import plan_step
+from infinipipe.planner.epp import Space, plan_epp
+from infinipipe.planner.leads import Shape
 from infinipipe.planner.partition import partition_layers
-from infinipipe.planner.policies import POLICIES
+from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
@@ -38,6 +43,16 @@ MODELS = ("llama-7b", "llama-13b")
 STAGES = (4, 8, 16)
 CLIPS = (48 * 1024, 96 * 1024, 192 * 1024)
 MEMORY_GIB = (80, 40)
+
+ABLATIONS: dict[str, Policy] = {
+    "equal tokens": partial(plan_epp, space=Space(attentions=(0.0,))),
+    "equal work only": partial(plan_epp, space=Space(attentions=(1.0,), evens=(False,))),
+    "no graded chunks": partial(plan_epp, space=Space(grades=(False,))),
+    "plain 1F1B depth": partial(plan_epp, space=Space(shapes=(Shape(1.0, 1),))),
+    "full recompute": partial(plan_epp, space=Space(full_recompute=True)),
+}
+"""`epp` without one of its choices."""
+PLANNERS = POLICIES | ABLATIONS
 
 Case = dict[str, Any]
 
@@ -61,19 +76,17 @@ def run(case: Case, policy: str) -> Row | InfeasibleRow:
     try:
         stages = partition_layers(profile, case["stages"], limits, lengths)
         pipeline = Pipeline(profile, stages, limits, logits_tokens(profile.model.vocabulary_size))
-        step = plan_step(pipeline, POLICIES[policy], 0, sequences, 1, "token")
+        step = plan_step(pipeline, PLANNERS[policy], 0, sequences, 1, "token")
     except InfeasibleError as error:
         return InfeasibleRow(policy=policy, reason=str(error))
     return summarize(policy, [step], time.perf_counter() - began)
 
 
-def measure(seeds: int, policies: list[str], output: Path) -> None:
+def measure(chosen: list[Case], policies: list[str], output: Path) -> None:
     """Append the rows that the output does not have yet."""
-    import msgspec
-
     done = {(json.dumps(row["case"]), row["policy"]) for row in read(output)}
     with output.open("a") as file:
-        for case, policy in product(cases(seeds), policies):
+        for case, policy in product(chosen, policies):
             if (json.dumps(case), policy) not in done:
                 row = {"case": case} | msgspec.to_builtins(run(case, policy))
                 print(json.dumps(row), file=file, flush=True)
@@ -89,7 +102,7 @@ def report(rows: list[dict[str, Any]]) -> Iterator[str]:
     by_case: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
         by_case[json.dumps(row["case"])][row["policy"]] = row
-    policies = [policy for policy in POLICIES if any(policy in found for found in by_case.values())]
+    policies = [policy for policy in PLANNERS if any(policy in found for found in by_case.values())]
     yield from summary(by_case, policies)
     yield ""
     yield from details(by_case, policies)
@@ -156,12 +169,16 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("planner.jsonl"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--ablations", action="store_true", help="epp and its ablations, on the 7B shape only")
     parser.add_argument("--report", type=Path, metavar="ROWS")
     options = parser.parse_args()
     if options.report:
         print("\n".join(report(read(options.report))))
+    elif options.ablations:
+        chosen = (case for case in cases(options.seeds) if case["model"] == MODELS[0] and case["stages"] == 8)
+        measure(list(chosen), ["epp", *ABLATIONS], options.output)
     else:
-        measure(options.seeds, options.policies.split(","), options.output)
+        measure(list(cases(options.seeds)), options.policies.split(","), options.output)
 
 
 if __name__ == "__main__":
