@@ -20,7 +20,7 @@ from infinipipe import __version__
 from infinipipe.errors import InfinipipeError, InputError
 
 if TYPE_CHECKING:
-    from infinipipe.ir import LossNorm, Model, PlanReader
+    from infinipipe.ir import LossNorm, PlanReader
 
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
@@ -158,7 +158,7 @@ def compile_(
     )
     costs = read_profile(profile_path)
     with _progress("read") as progress:
-        data = open_dataset(dataset, _tokenizer(costs.model), costs.model.vocabulary_size, max_length, progress)
+        data = open_dataset(dataset, costs.model.tokenizer, costs.model.vocabulary_size, max_length, progress)
     with _progress("compile") as progress:
         num_workers = workers or len(os.sched_getaffinity(0))
         try:
@@ -252,13 +252,6 @@ def run(
     run_plan(
         RunOptions(plan=plan, data=data, model=model, device=device, num_steps=steps, lr=lr, seed=seed, output=output)
     )
-
-
-def _tokenizer(model: Model) -> str:
-    """Return the tokenizer for text: the model's own, or bytes."""
-    from infinipipe.dataset import BYTES
-
-    return model.name if (Path(model.name) / "tokenizer.json").is_file() else BYTES
 
 
 def main() -> None:

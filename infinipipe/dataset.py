@@ -26,17 +26,33 @@ from numpy.typing import NDArray
 from infinipipe.errors import InputError, PlanFileError
 from infinipipe.ir import DatasetInfo
 
-__all__ = ["BYTES", "IGNORED", "Dataset", "Example", "Progress", "Rows", "check_same_dataset", "open_dataset"]
+__all__ = [
+    "BYTES",
+    "IDS",
+    "IGNORED",
+    "LENGTHS",
+    "Dataset",
+    "Example",
+    "Progress",
+    "RowReader",
+    "Rows",
+    "check_same_dataset",
+    "open_dataset",
+    "tokenizer_sha256",
+]
 
 Ints = NDArray[np.int64]
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
 
+IDS = "ids"
+LENGTHS = "lengths"
 BYTES = "bytes"
 """Names the tokenizer whose tokens are the bytes of UTF-8, without any special ones."""
 IGNORED = -100
 """The label of a token that is no target."""
 
+_TOKENIZER_FILE = "tokenizer.json"
 _MAX_LENGTH = 2**31 - 1
 _GZIP_MAGIC = b"\x1f\x8b"
 _BATCH_CHARACTERS = 2**20
@@ -51,8 +67,6 @@ class Rows:
     """After truncation."""
     targets: Ints
     """Tokens with a label to predict, after truncation and shift."""
-    offsets: Ints
-    """Where its line starts in the (decompressed) file."""
 
 
 @dataclass(frozen=True)
@@ -64,41 +78,50 @@ class Example:
     """Not shifted: `labels[i]` belongs to `input_ids[i]`; -100 for no target."""
 
 
+@dataclass(frozen=True)
 class Dataset:
-    """A checked dataset: counts of every row at hand, contents at random."""
+    """What planning knows of a dataset, every line of which has been checked."""
 
-    def __init__(
-        self, path: Path, info: DatasetInfo, rows: Rows, num_cut_tokens: int, lines: _Lines, max_length: int | None
-    ) -> None:
-        self.path = path
-        self.info = info
-        self.rows = rows
-        self.num_cut_tokens = num_cut_tokens
-        self._lines = lines
-        self.max_length = max_length
-        self._plain: IO[bytes] | None = None
+    path: Path
+    info: DatasetInfo
+    rows: Rows
+    num_cut_tokens: int
+    max_length: int | None
 
     def __len__(self) -> int:
         return len(self.rows.lengths)
+
+
+class RowReader:
+    """Reads any sequence of a dataset that `open_dataset` has checked before."""
+
+    def __init__(self, path: Path, tokenizer: str, vocabulary_size: int, max_length: int | None = None) -> None:
+        self.path = path
+        self._max_length = max_length
+        self._lines = _Lines(path, tokenizer, vocabulary_size)
+        self._plain = _seekable(path)
+        weakref.finalize(self, self._plain.close)
+        self._offsets = array("q", [0])
+        for line in self._plain:
+            self._offsets.append(self._offsets[-1] + len(line))
 
     def read(self, row: int) -> Example:
         """Return one sequence, cut to `max_length`.
 
         Raises:
-            InputError: the dataset holds only lengths.
+            InputError: the line is not a sequence with tokens.
         """
         line = self._lines.parse(self._line(row), row + 1)
         if line.input_ids is None and line.text is None:
             raise InputError(f"{self.path}:{row + 1}: holds only a length: it can be planned but not run")
         ids = self._lines.ids(line, row + 1)
         labels = ids if line.labels is None else np.array(line.labels, dtype=np.int64)
-        return Example(input_ids=ids[: self.max_length], labels=labels[: self.max_length])
+        return Example(input_ids=ids[: self._max_length], labels=labels[: self._max_length])
 
     def _line(self, row: int) -> bytes:
-        if self._plain is None:
-            self._plain = _seekable(self.path)
-            weakref.finalize(self, self._plain.close)
-        self._plain.seek(int(self.rows.offsets[row]))
+        if row >= len(self._offsets) - 1:
+            raise InputError(f"{self.path}: has {len(self._offsets) - 1} lines, none for row {row} of the plan")
+        self._plain.seek(self._offsets[row])
         return self._plain.readline()
 
 
@@ -138,11 +161,29 @@ def open_dataset(
         path=str(path),
         sha256=digest,
         tokenizer=scan.kind,
+        tokenizer_sha256=tokenizer_sha256(scan.kind),
         num_sequences=len(rows.lengths),
         num_tokens=int(rows.lengths.sum()),
         num_truncated=scan.num_truncated,
     )
-    return Dataset(path, info, rows, scan.num_cut_tokens, lines, max_length)
+    return Dataset(path, info, rows, scan.num_cut_tokens, max_length)
+
+
+def tokenizer_sha256(tokenizer: str) -> str:
+    """Return the digest of a tokenizer's file, by which a run recognises it; empty where there is none.
+
+    Raises:
+        InputError: the directory holds no such file.
+    """
+    if tokenizer in (IDS, BYTES, LENGTHS):
+        return ""
+    path = Path(tokenizer) / _TOKENIZER_FILE
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"{path}: {error.strerror or error}; text needs the tokenizer of the profile's model"
+        ) from None
 
 
 def check_same_dataset(path: Path, info: DatasetInfo) -> None:
@@ -153,10 +194,13 @@ def check_same_dataset(path: Path, info: DatasetInfo) -> None:
         PlanFileError: it is another dataset.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: is not a file; name the plan's dataset with --data")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; name the plan's dataset with --data") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{str(path)!r}: {reason}; name the plan's dataset with --data") from None
     if digest != info.sha256:
         raise PlanFileError(
             f"{path}: is not the dataset that the plan was compiled from (sha256 {digest[:12]}, the plan says "
@@ -189,9 +233,9 @@ class _TokenizerFile:
     def __init__(self, directory: Path) -> None:
         from tokenizers import Tokenizer  # a heavy import that only text needs
 
-        path = directory / "tokenizer.json"
+        path = directory / _TOKENIZER_FILE
         if not path.is_file():
-            raise InputError(f"{directory}: has no tokenizer.json, which a dataset with text needs")
+            raise InputError(f"{directory}: has no {_TOKENIZER_FILE}, which a dataset with text needs")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more precise
@@ -200,7 +244,7 @@ class _TokenizerFile:
         self._tokenizer.no_padding()
 
     def encode(self, texts: list[str]) -> list[Ints]:
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch_fast(texts)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
@@ -284,8 +328,7 @@ class _Scan:
         self.num_cut_tokens = 0
         self._lines = lines
         self._max_length = _MAX_LENGTH if max_length is None else max_length
-        self._lengths, self._targets, self._offsets = array("q"), array("q"), array("q")
-        self._offset = 0
+        self._lengths, self._targets = array("q"), array("q")
         self._texts: list[str] = []
         self._numbers: list[int] = []
         self._num_characters = 0
@@ -293,19 +336,17 @@ class _Scan:
         self._num_texts = 0
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._lengths)
 
     @property
     def kind(self) -> str:
         """As `DatasetInfo.tokenizer` says it."""
         if self._num_bare:
-            return "lengths"
-        return self._lines.tokenizer if self._num_texts else "ids"
+            return LENGTHS
+        return self._lines.tokenizer if self._num_texts else IDS
 
     def add(self, data: bytes, number: int) -> None:
         line = self._lines.parse(data, number)
-        self._offsets.append(self._offset)
-        self._offset += len(data)
         if line.input_ids is not None:
             self._count(len(line.input_ids), line.labels)
         elif line.text is not None:
@@ -321,7 +362,7 @@ class _Scan:
         self._flush()
         if not self._lengths:
             raise InputError(f"{self._lines.path}: holds no sequence: the file is empty")
-        return Rows(*(np.array(column, dtype=np.int64) for column in (self._lengths, self._targets, self._offsets)))
+        return Rows(*(np.array(column, dtype=np.int64) for column in (self._lengths, self._targets)))
 
     def _add_text(self, text: str, number: int) -> None:
         if self._num_characters >= _BATCH_CHARACTERS:
@@ -394,6 +435,7 @@ def _seekable(path: Path) -> IO[bytes]:
     with file, gzip.GzipFile(fileobj=file) as packed:
         plain = tempfile.TemporaryFile()  # noqa: SIM115  (handed to the caller)
         shutil.copyfileobj(packed, plain, 2**20)
+    plain.seek(0)
     return plain
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinipipe.dataset import BYTES, Dataset, open_dataset
+from infinipipe.dataset import BYTES, Dataset, RowReader, open_dataset
 from infinipipe.errors import InputError
 
 
@@ -25,6 +25,10 @@ def opened(path: Path, vocabulary_size: int = 300, max_length: int | None = None
     return open_dataset(path, tokenizer, vocabulary_size, max_length)
 
 
+def reader(path: Path, vocabulary_size: int = 300, max_length: int | None = None, tokenizer: str = BYTES) -> RowReader:
+    return RowReader(path, tokenizer, vocabulary_size, max_length)
+
+
 def test_ids_and_labels(tmp_path: Path) -> None:
     path = write(
         tmp_path, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8]}
@@ -33,10 +37,13 @@ def test_ids_and_labels(tmp_path: Path) -> None:
     assert (dataset.rows.lengths.tolist(), dataset.rows.targets.tolist()) == ([4, 3, 1], [3, 1, 0])
     assert dataset.rows.lengths.dtype == np.int64
     # At random, and labels stay unshifted.
-    assert dataset.read(2).input_ids.tolist() == dataset.read(2).labels.tolist() == [8]
-    assert (dataset.read(1).input_ids.tolist(), dataset.read(1).labels.tolist()) == ([5, 6, 7], [5, -100, 7])
-    assert dataset.read(0).labels.tolist() == [1, 2, 3, 4]
-    assert dataset.read(0).input_ids.dtype == np.int64
+    rows = reader(path)
+    assert rows.read(2).input_ids.tolist() == rows.read(2).labels.tolist() == [8]
+    assert (rows.read(1).input_ids.tolist(), rows.read(1).labels.tolist()) == ([5, 6, 7], [5, -100, 7])
+    assert rows.read(0).labels.tolist() == [1, 2, 3, 4]
+    assert rows.read(0).input_ids.dtype == np.int64
+    with pytest.raises(InputError, match="has 3 lines, none for row 3"):
+        rows.read(3)
     assert dataset.info.tokenizer == "ids"
     assert dataset.info.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert (dataset.info.num_sequences, dataset.info.num_tokens, dataset.info.num_truncated) == (3, 8, 0)
@@ -46,14 +53,15 @@ def test_truncation_counts_targets_within_the_cut(tmp_path: Path) -> None:
     path = write(tmp_path, {"input_ids": [1] * 6, "labels": [-100, 2, -100, 4, 5, 6]}, {"input_ids": [1, 2]})
     dataset = opened(path, max_length=4)
     assert (dataset.rows.lengths.tolist(), dataset.rows.targets.tolist()) == ([4, 2], [2, 1])
-    assert dataset.read(0).labels.tolist() == [-100, 2, -100, 4]
+    assert reader(path, max_length=4).read(0).labels.tolist() == [-100, 2, -100, 4]
     assert (dataset.info.num_truncated, dataset.num_cut_tokens, dataset.info.num_tokens) == (1, 2, 6)
 
 
 def test_text_is_bytes(tmp_path: Path) -> None:
-    dataset = opened(write(tmp_path, {"text": "h\u00e9", "source": "x"}, {"text": "a" * 9}), 256, max_length=5)
+    path = write(tmp_path, {"text": "h\u00e9", "source": "x"}, {"text": "a" * 9})
+    dataset = opened(path, 256, max_length=5)
     assert dataset.rows.lengths.tolist() == [3, 5]
-    assert dataset.read(0).input_ids.tolist() == list("h\u00e9".encode())
+    assert reader(path, 256, max_length=5).read(0).input_ids.tolist() == list("h\u00e9".encode())
     assert dataset.info.tokenizer == "bytes"
 
 
@@ -74,20 +82,24 @@ def tokenizer_directory(tmp_path: Path) -> str:
     return str(directory)
 
 
-def test_text_through_a_tokenizer_without_specials_or_its_own_truncation(
+def test_text_through_a_tokenizer_with_its_specials_and_without_its_truncation(
     tmp_path: Path, tokenizer_directory: str
 ) -> None:
-    dataset = opened(write(tmp_path, {"text": "a b a b"}, {"text": "b"}), 3, tokenizer=tokenizer_directory)
-    assert dataset.rows.lengths.tolist() == [4, 1]
-    assert dataset.read(0).input_ids.tolist() == [1, 2, 1, 2]
+    path = write(tmp_path, {"text": "a b a b"}, {"text": "b"})
+    dataset = opened(path, 3, tokenizer=tokenizer_directory)
+    assert dataset.rows.lengths.tolist() == [5, 2]
+    assert reader(path, 3, tokenizer=tokenizer_directory).read(0).input_ids.tolist() == [0, 1, 2, 1, 2]
     assert dataset.info.tokenizer == tokenizer_directory
+    file = Path(tokenizer_directory) / "tokenizer.json"
+    assert dataset.info.tokenizer_sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_many_texts_keep_their_order(tmp_path: Path) -> None:
     lengths = [1 + (i * 7919) % 4001 for i in range(1000)]
-    dataset = opened(write(tmp_path, *({"text": "x" * n} for n in lengths)))
-    assert dataset.rows.lengths.tolist() == lengths
-    assert all(len(dataset.read(row).input_ids) == lengths[row] for row in (0, 523, 999))
+    path = write(tmp_path, *({"text": "x" * n} for n in lengths))
+    assert opened(path).rows.lengths.tolist() == lengths
+    rows = reader(path)
+    assert all(len(rows.read(row).input_ids) == lengths[row] for row in (0, 523, 999))
 
 
 def test_text_beyond_the_vocabulary(tmp_path: Path, tokenizer_directory: str) -> None:
@@ -104,11 +116,12 @@ def test_text_beyond_the_vocabulary(tmp_path: Path, tokenizer_directory: str) ->
 
 
 def test_lengths_plan_but_cannot_be_read(tmp_path: Path) -> None:
-    dataset = opened(write(tmp_path, {"length": 1}, {"length": 70}), max_length=50)
+    path = write(tmp_path, {"length": 1}, {"length": 70})
+    dataset = opened(path, max_length=50)
     assert (dataset.rows.lengths.tolist(), dataset.rows.targets.tolist()) == ([1, 50], [0, 49])
     assert dataset.info.tokenizer == "lengths"
     with pytest.raises(InputError, match=r"dataset.jsonl:2: holds only a length"):
-        dataset.read(1)
+        reader(path).read(1)
 
 
 def test_gzip_reads_the_same(tmp_path: Path) -> None:
@@ -118,7 +131,8 @@ def test_gzip_reads_the_same(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(path.read_bytes()))
     plain, dataset = opened(path), opened(packed)
     assert dataset.rows.lengths.tolist() == plain.rows.lengths.tolist()
-    assert [dataset.read(row).input_ids.tolist() for row in (49, 0, 7)] == [[49, 50], [0, 1], [7, 8]]
+    rows = reader(packed)
+    assert [rows.read(row).input_ids.tolist() for row in (49, 0, 7)] == [[49, 50], [0, 1], [7, 8]]
     assert dataset.info.sha256 == hashlib.sha256(packed.read_bytes()).hexdigest()
 
 

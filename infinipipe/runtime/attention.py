@@ -260,11 +260,13 @@ def chunk_attention(
     scaling: float,
     dropout: float = 0.0,
     segments: Segments | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' interface asks: (1, heads, tokens, head dim) to (1, tokens, heads, head dim)."""
     assert segments is not None, "a decoder layer was called without the plan's segment table"
     assert attention_mask is None, "boundaries come from the segment table, not from a mask"
+    assert sliding_window is None, "sliding-window attention is refused when the model is read"
     assert dropout == 0.0, "attention dropout is refused when the model is read"
     assert segments.table[-1].last == query.shape[2], (
         f"the segment table covers {segments.table[-1].last} tokens, the chunk has {query.shape[2]}"

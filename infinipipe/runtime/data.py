@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from infinipipe.dataset import Example
+from infinipipe.dataset import IGNORED, Example
+from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, LossNorm, Sequence, Slice, Step
 from infinipipe.runtime.attention import KVStore, Segment, Segments
-from infinipipe.runtime.loss import IGNORED
 
 
 def chunk_segments(chunk: Chunk, step: Step, store: KVStore) -> Segments:
@@ -31,7 +31,7 @@ def chunk_positions(chunk: Chunk) -> Tensor:
 
 
 class Examples(Protocol):
-    """Where rows are read, such as `infinipipe.dataset.Dataset`."""
+    """Where rows are read, such as `infinipipe.dataset.RowReader`."""
 
     def read(self, row: int) -> Example:
         """Return a row's ids and unshifted labels, cut to the plan's `max_length`."""
@@ -40,10 +40,10 @@ class Examples(Protocol):
 class StepData:
     """The sequences of one step, read once."""
 
-    def __init__(self, dataset: Examples, step: Step, loss_norm: LossNorm) -> None:
+    def __init__(self, examples: Examples, step: Step, loss_norm: LossNorm) -> None:
         self._step = step
         self._loss_norm = loss_norm
-        self._dataset = dataset
+        self._examples = examples
         self._read: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def tokens(self, chunk: Chunk) -> Tensor:
@@ -69,8 +69,15 @@ class StepData:
 
     def _sequence(self, piece: Slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         if piece.sequence not in self._read:
-            example = self._dataset.read(self._step.sequences[piece.sequence].row)
+            sequence = self._step.sequences[piece.sequence]
+            example = self._examples.read(sequence.row)
             targets = np.append(example.labels[1:], IGNORED)
+            found = len(example.input_ids), int((targets != IGNORED).sum())
+            if found != (sequence.length, sequence.num_targets):
+                raise PlanFileError(
+                    f"step {self._step.index}: row {sequence.row} of the dataset has {found[0]} tokens and {found[1]} "
+                    f"targets, the plan says {sequence.length} and {sequence.num_targets}; compile it again"
+                )
             self._read[piece.sequence] = example.input_ids, targets
         return self._read[piece.sequence]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from infinipipe.errors import InfinipipeError, InputError, RunError
 from infinipipe.runtime.options import Run, RunOptions, prepare
@@ -32,7 +34,7 @@ def run_plan(options: RunOptions) -> None:
             failed, and a note holds its traceback.
     """
     run = prepare(options)
-    if "WORLD_SIZE" in os.environ:
+    if dist.is_torchelastic_launched():
         _join_torchrun(run)
     else:
         _start_workers(run)
@@ -45,18 +47,20 @@ def _join_torchrun(run: Run) -> None:
             f"the plan is for {run.num_ranks} ranks, torchrun started {world}; "
             "set --nnodes and --nproc-per-node to match"
         )
-    dist.init_process_group(_backend(run), timeout=TIMEOUT)
-    rank = dist.get_rank()
     try:
+        dist.init_process_group(_backend(run), timeout=TIMEOUT)
         _train(run)
     except Exception as error:
-        failure = _describe(error, rank)
+        failure = _describe(error, int(os.environ["RANK"]))
         _give_way(error)
         raise failure from None
     dist.destroy_process_group()
 
 
 def _start_workers(run: Run) -> None:
+    for name in ("torch.distributed.elastic.multiprocessing", "torch.multiprocessing"):
+        # They would log the failure of a worker at length; `_collect` says it in one line.
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
         context = start_processes(
             name="infinipipe",
@@ -68,6 +72,10 @@ def _start_workers(run: Run) -> None:
         )
         try:
             result = context.wait()
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise RunError(f"stopped by {signal.Signals(error.sigval).name}") from None
         finally:
             context.close(timeout=5)
         if result is not None and result.failures:
@@ -88,6 +96,7 @@ def _backend(run: Run) -> str:
 def _worker(run: Run, rank: int, scratch: Path) -> None:
     """Run one worker process. Ranks meet through a file, so that no port is opened for it."""
     worker_environment(rank)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the process that started this one ends it
     try:
         store = FileStore(str(scratch / "store"), run.num_ranks)
         dist.init_process_group(_backend(run), store=store, rank=rank, world_size=run.num_ranks, timeout=TIMEOUT)

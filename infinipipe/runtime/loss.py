@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The label of a token that has no target, as everywhere in Hugging Face."""
-
 
 class _HeadLoss(torch.autograd.Function):
     """Weighted sum of token losses. Forward computes all gradients, while a piece of logits is at hand.
@@ -53,7 +50,7 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Te
     Args:
         hidden: (tokens, hidden size), after the final norm.
         weight: (vocabulary, hidden size); its gradient is added to `weight.grad` at once.
-        targets: (tokens,) int64; `IGNORED` where the weight is 0.
+        targets: (tokens,) int64; negative only where the weight is 0.
         token_weights: (tokens,) float32; 0 for a token without target.
         piece: logits are made for at most this many tokens at a time.
     """

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -36,6 +39,9 @@ _NOT_SHAPE = {
     "use_cache",
 }
 
+_DTYPES = ("F32", "BF16", "F16")
+"""Of weights, by safetensors' names."""
+
 AttentionInterface.register(ATTENTION_NAME, chunk_attention)
 
 
@@ -49,11 +55,7 @@ class StageModel(nn.Module):
     def __init__(self, model: Model, stage: Stage, device: torch.device) -> None:
         super().__init__()
         self.stage = stage
-        config = json.loads(model.config)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(
-                AutoConfig.for_model(**config), attn_implementation=ATTENTION_NAME, dtype=torch.float32
-            )
+        whole = _whole_model(model)
         self.tied = model.tied and stage.embedding and stage.head
         """Whether one parameter serves as embedding and head."""
         self._keep_own(whole, stage)
@@ -101,20 +103,16 @@ class StageModel(nn.Module):
         """
         files = _weight_files(directory)
         for name, parameter in self.global_parameters().items():
-            source = name if name in files or name != HEAD else EMBEDDING  # a tied checkpoint may leave the head out
-            if source not in files:
-                raise InputError(f"{directory}: no weight named {name}; is it a checkpoint of this model?")
-            try:
-                with safe_open(files[source], framework="pt") as file:
-                    value = file.get_tensor(source)
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{files[source]}: cannot be read: {error}") from None
-            if value.shape != parameter.shape:
-                shapes = f"{tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} in the plan's model"
-                raise InputError(
-                    f"{directory}: weight {name} has shape {shapes}; give the --model the plan was made for"
+            source = _source(directory, files, name, self.whole.config.tie_word_embeddings)
+            with _open_weights(files[source]) as file:
+                _check_weight(
+                    directory,
+                    name,
+                    tuple(file.get_slice(source).get_shape()),
+                    tuple(parameter.shape),
+                    file.get_slice(source).get_dtype(),
                 )
-            parameter.data.copy_(value)
+                parameter.data.copy_(file.get_tensor(source))
         self._finish()
 
     def _finish(self) -> None:
@@ -151,18 +149,26 @@ class StageModel(nn.Module):
         return head_loss(normed[0], self.whole.lm_head.weight, targets, token_weights, piece)
 
 
-def check_config(model: Model, directory: Path) -> None:
-    """Refuse a Hugging Face directory whose model is another than the plan's.
+def check_checkpoint(model: Model, directory: Path) -> None:
+    """Refuse a Hugging Face directory that does not hold the plan's model and all its weights.
 
     Raises:
-        InputError: names the fields of the config that differ.
+        InputError: names the fields of the config, or the weight, that differ or are missing.
     """
     try:
-        found = json.loads((directory / "config.json").read_text())
-        theirs = AutoConfig.for_model(**found).to_dict()
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{directory}: no readable config.json: {error}") from None
-    ours = AutoConfig.for_model(**json.loads(model.config)).to_dict()
+    _check_config(_config(str(directory), found), _config(model.name, json.loads(model.config)), directory)
+    files = _weight_files(directory)
+    for name, parameter in _whole_model(model).named_parameters():
+        source = _source(directory, files, name, model.tied)
+        with _open_weights(files[source]) as file:
+            piece = file.get_slice(source)
+            _check_weight(directory, name, tuple(piece.get_shape()), tuple(parameter.shape), piece.get_dtype())
+
+
+def _check_config(theirs: dict[str, Any], ours: dict[str, Any], directory: Path) -> None:
     differ = [k for k in sorted(ours.keys() | theirs.keys()) if k not in _NOT_SHAPE and ours.get(k) != theirs.get(k)]
     if differ:
         key = differ[0]
@@ -172,6 +178,32 @@ def check_config(model: Model, directory: Path) -> None:
         )
 
 
+def _config(name: str, config: Any) -> dict[str, Any]:
+    """Return a config as transformers completes it."""
+    try:
+        full: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:  # transformers validates with exceptions of many kinds
+        raise _unusable(name, error) from None
+    return full
+
+
+def _whole_model(model: Model) -> Any:
+    """Return the whole model without memory for its weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**json.loads(model.config)),
+                attn_implementation=ATTENTION_NAME,
+                dtype=torch.float32,
+            )
+    except Exception as error:  # as above
+        raise _unusable(model.name, error) from None
+
+
+def _unusable(name: str, error: Exception) -> InputError:
+    return InputError(f"{name}: transformers cannot use its config: {' '.join(str(error).split())}")
+
+
 def _name_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
@@ -179,10 +211,40 @@ def _name_seed(seed: int, name: str) -> int:
 def _weight_files(directory: Path) -> dict[str, Path]:
     """Map each weight's name to the safetensors file that holds it."""
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.exists():
-            return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        with safe_open(single, framework="pt") as file:
+    if not index.exists():
+        with _open_weights(single) as file:
             return dict.fromkeys(file.keys(), single)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise InputError(f"{directory}: no readable model.safetensors or its index: {error}") from None
+    try:
+        names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, ValueError) as error:
+        raise InputError(f"{index}: not an index of weights: {error}") from None
+    return {name: directory / file for name, file in names.items()}
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@contextmanager
+def _open_weights(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _source(directory: Path, files: dict[str, Path], name: str, tied: bool) -> str:
+    """Return the name a weight has in a checkpoint; a tied one may leave the head out."""
+    source = EMBEDDING if tied and name == HEAD and name not in files else name
+    if source not in files:
+        raise InputError(f"{directory}: no weight named {name}; is it a checkpoint of this model?")
+    return source
+
+
+def _check_weight(directory: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> None:
+    if found != expected:
+        shapes = f"{found} in the checkpoint, {expected} in the plan's model"
+        raise InputError(f"{directory}: weight {name} has shape {shapes}; give the --model the plan was made for")
+    if dtype not in _DTYPES:
+        raise InputError(f"{directory}: weight {name} is {dtype}; only {', '.join(_DTYPES)} can be trained")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from infinipipe.dataset import BYTES, Dataset, check_same_dataset, open_dataset
+from infinipipe.dataset import BYTES, IDS, LENGTHS, check_same_dataset, tokenizer_sha256
 from infinipipe.errors import InputError, PlanFileError
 from infinipipe.ir import Header, OpKind, Step
 from infinipipe.ir.store import PlanReader, open_plan
-from infinipipe.ir.verify import verify_header, verify_step
 
 METRICS = "metrics.jsonl"
 WEIGHTS = "model"
@@ -46,6 +47,8 @@ class Run:
     plan: Path
     num_ranks: int
     data: Path
+    tokenizer: str
+    """As `infinipipe.dataset.open_dataset` takes it."""
     model: Path | None
     device: str
     """`cpu` or `cuda`."""
@@ -61,14 +64,21 @@ def prepare(options: RunOptions) -> Run:
     Raises:
         InfinipipeError: plan, dataset, model, output and machine do not fit together.
     """
+    if not math.isfinite(options.lr) or options.lr < 0:
+        raise InputError(f"--lr {options.lr}: a finite number from 0 up is needed")
     with open_plan(options.plan) as plan:
         header = plan.header
-        verify_header(header)
+        if header.dtype != "float32":
+            raise InputError(
+                f"{options.plan}: its times and bytes are for {header.dtype}, but training is in float32; "
+                "compile with a profile that was measured here"
+            )
         num_ranks = len(header.stages) * header.num_replicas
         run = Run(
             plan=options.plan,
             num_ranks=num_ranks,
             data=_find_data(options, header),
+            tokenizer=_find_tokenizer(options, header),
             model=options.model,
             device=_choose_device(options.device, num_ranks),
             num_steps=_num_steps(options, header),
@@ -76,33 +86,18 @@ def prepare(options: RunOptions) -> Run:
             seed=options.seed,
             output=options.output,
         )
-        if (run.output / METRICS).exists() or (run.output / WEIGHTS).exists():
-            raise InputError(f"{run.output}: holds a run already; remove it or choose another directory with --output")
-        if run.output.exists() and not run.output.is_dir():
-            raise InputError(f"{run.output}: is not a directory; choose another with --output")
+        _check_output(run.output)
         if run.model is not None:
             # Only this needs transformers, which takes seconds to import.
-            from infinipipe.runtime.model import check_config
+            from infinipipe.runtime.model import check_checkpoint
 
-            check_config(header.model, run.model)
-        _verify_steps(plan, run.num_steps)
+            check_checkpoint(header.model, run.model)
+        _check_steps(plan, run.num_steps)
     return run
 
 
-def open_plan_dataset(header: Header, path: Path) -> Dataset:
-    """Open the dataset a plan was compiled from, as it was read then.
-
-    Raises:
-        InfinipipeError: it is another dataset, or cannot be read.
-    """
-    info = header.dataset
-    tokenizer = BYTES if info.tokenizer == "ids" else info.tokenizer
-    check_same_dataset(path, info)
-    return open_dataset(path, tokenizer, header.model.vocabulary_size, header.max_length)
-
-
 def _find_data(options: RunOptions, header: Header) -> Path:
-    if header.dataset.tokenizer == "lengths":
+    if header.dataset.tokenizer == LENGTHS:
         raise InputError(
             f"{options.plan}: was compiled from lengths alone, so it can be inspected but not run; "
             "compile a dataset with text or input_ids"
@@ -112,6 +107,30 @@ def _find_data(options: RunOptions, header: Header) -> Path:
     path = options.data or (beside if beside.exists() and not recorded.exists() else recorded)
     check_same_dataset(path, header.dataset)
     return path
+
+
+def _find_tokenizer(options: RunOptions, header: Header) -> str:
+    """Return where the tokenizer is that the plan was compiled with: where it was then, or in the model's folder."""
+    info = header.dataset
+    if info.tokenizer in (IDS, BYTES):
+        return BYTES
+    moved = options.model is not None and not Path(info.tokenizer).is_dir()
+    tokenizer = str(options.model) if moved else info.tokenizer
+    if tokenizer_sha256(tokenizer) != info.tokenizer_sha256:
+        raise PlanFileError(
+            f"{tokenizer}: its tokenizer.json is not the one that the plan was compiled with; compile it again"
+        )
+    return tokenizer
+
+
+def _check_output(output: Path) -> None:
+    if (output / WEIGHTS).exists():
+        raise InputError(f"{output / WEIGHTS}: is there already; choose another directory with --output")
+    existing = output
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise InputError(f"{output}: cannot be made, {existing} is no writable directory; choose another with --output")
 
 
 def _num_steps(options: RunOptions, header: Header) -> int:
@@ -126,7 +145,7 @@ def _choose_device(asked: str, num_ranks: int) -> str:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not available:
         raise InputError("no CUDA device is available here; use --device cpu")
-    if asked != "cpu" and 0 < available < num_ranks and "WORLD_SIZE" not in os.environ:
+    if asked != "cpu" and 0 < available < num_ranks and not dist.is_torchelastic_launched():
         raise InputError(
             f"the plan needs {num_ranks} GPUs, this machine has {available}; start `infinipipe run` with torchrun on "
             "more machines, compile with fewer --stages, or use --device cpu"
@@ -134,12 +153,11 @@ def _choose_device(asked: str, num_ranks: int) -> str:
     return "cpu" if asked == "cpu" or not available else "cuda"
 
 
-def _verify_steps(plan: PlanReader, num_steps: int) -> None:
+def _check_steps(plan: PlanReader, num_steps: int) -> None:
+    """Read, and so verify, every step that will run."""
     plan.check_all()
     for index in range(num_steps):
-        step = plan.step(index)
-        verify_step(plan.header, step)
-        _check_runnable(step)
+        _check_runnable(plan.step(index))
 
 
 def _check_runnable(step: Step) -> None:

@@ -16,14 +16,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from infinipipe.errors import PlanFileError
+from infinipipe.dataset import RowReader
+from infinipipe.errors import InputError, PlanFileError, RunError
 from infinipipe.ir import Chunk, Stage, Step
 from infinipipe.ir.store import PlanReader, open_plan
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory, CudaMemory, track_memory
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
-from infinipipe.runtime.options import METRICS, WEIGHTS, Run, open_plan_dataset
+from infinipipe.runtime.options import METRICS, WEIGHTS, Run
 from infinipipe.runtime.transport import DistributedTransport
 from infinipipe.runtime.weights import save_weights
 
@@ -91,7 +92,7 @@ class Worker:
         self.device = _device(run.device)
         self._agree_on_plan()
         self.layout: Stage = self.header.stages[self.place.stage]
-        self.dataset = open_plan_dataset(self.header, run.data) if self.layout.embedding or self.layout.head else None
+        self.rows = self._open_rows() if self.layout.embedding or self.layout.head else None
         self.groups = Groups(self.place, self.header.model.tied)
         self.model = StageModel(self.header.model, self.layout, self.device)
         if run.model is None:
@@ -105,6 +106,7 @@ class Worker:
 
     def train(self) -> None:
         """Train for the asked number of steps and save the weights."""
+        dist.barrier()  # nothing is written before every rank has its weights and its data
         with track_memory(self.device, self._static_tensors()) as memory, self._progress() as report:
             for index in range(self.options.num_steps):
                 report(self._step(self.plan.step(index), memory))
@@ -115,6 +117,8 @@ class Worker:
         memory.reset_peak()
         started = time.perf_counter()
         loss, grad_norm = self._reduce(self._gradients(step))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise RunError(f"step {step.index}: the loss is {loss} and the gradient norm {grad_norm}; lower --lr")
         if step.denominator:
             self._update(grad_norm)
         for parameter in self.parameters.values():
@@ -137,7 +141,7 @@ class Worker:
 
     def _gradients(self, step: Step) -> Tensor:
         replica = step.replicas[self.place.replica]
-        data = StepData(self.dataset, step, self.header.loss_norm) if self.dataset else _NoData()
+        data = StepData(self.rows, step, self.header.loss_norm) if self.rows else _NoData()
         loss = self.executor.run(step, replica, data)
         if self.groups.tied is not None:
             # Sums over both copies and all replicas at once; the two copies then take the same update.
@@ -166,6 +170,10 @@ class Worker:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)
         self.optimizer.step()
+
+    def _open_rows(self) -> RowReader:
+        run = self.options
+        return RowReader(run.data, run.tokenizer, self.header.model.vocabulary_size, self.header.max_length)
 
     def _gather(self, seconds: float, peak_bytes: int) -> tuple[float, list[int]]:
         """Return the slowest rank's seconds, and each stage's peak over the replicas."""
@@ -196,7 +204,11 @@ class Worker:
         if self.place.rank != 0:
             yield lambda _: None
             return
-        self.options.output.mkdir(parents=True, exist_ok=True)
+        try:
+            self.options.output.mkdir(parents=True, exist_ok=True)
+            file = (self.options.output / METRICS).open("w")
+        except OSError as error:
+            raise InputError(f"{self.options.output}: {error.strerror}; choose another with --output") from None
         bar = Progress(
             TextColumn("train"),
             BarColumn(),
@@ -205,7 +217,7 @@ class Worker:
             TextColumn("{task.fields[loss]}"),
             console=Console(stderr=True),
         )
-        with (self.options.output / METRICS).open("w") as file, bar:
+        with file, bar:
             task = bar.add_task("", total=self.options.num_steps, loss="")
 
             def record(metrics: dict[str, object]) -> None:

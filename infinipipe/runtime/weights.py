@@ -28,16 +28,17 @@ def save_weights(directory: Path, header: Header, stage: int | None, parameters:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    names: list[str] = []
+    sizes: dict[str, int] = {}
     if stage is not None:
         names = [name for name in parameters if not (header.model.tied and name == HEAD)]
         tensors = {name: parameters[name].detach().cpu().contiguous() for name in names}
+        sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
         save_file(tensors, temporary / _file_name(stage, len(header.stages)), metadata={"format": "pt"})
-    everyone: list[tuple[int | None, list[str]]] = [(None, [])] * dist.get_world_size()
-    dist.all_gather_object(everyone, (stage, names))
+    everyone: list[tuple[int | None, dict[str, int]]] = [(None, {})] * dist.get_world_size()
+    dist.all_gather_object(everyone, (stage, sizes))
     if dist.get_rank() == 0:
         files = {name: _file_name(s, len(header.stages)) for s, own in everyone if s is not None for name in own}
-        _write_index(temporary, files, sum(f.stat().st_size for f in temporary.glob("*.safetensors")))
+        _write_index(temporary, files, sum(sum(own.values()) for _, own in everyone))
         config = json.loads(header.model.config) | {"dtype": str(torch.float32).removeprefix("torch.")}
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         temporary.replace(directory)

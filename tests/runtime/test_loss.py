@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinipipe.runtime.loss import IGNORED, head_loss
+from infinipipe.dataset import IGNORED
+from infinipipe.runtime.loss import head_loss
 from infinipipe.runtime.memory import CpuMemory
 
 

@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from infinipipe.dataset import open_dataset
@@ -44,7 +45,7 @@ def write_dataset(folder: Path) -> Path:
 def compile_small(folder: Path, model: Model, stages: int, memory: int, **options: object) -> Path:
     plan = folder / f"plan-{stages}-{memory}.msgpack"
     dataset = open_dataset(write_dataset(folder), "bytes", model.vocabulary_size)
-    profile = analytic_profile(model, "a800-80g")
+    profile = msgspec.structs.replace(analytic_profile(model, "a800-80g"), dtype="float32")
     compile_plan(
         dataset,
         profile,
@@ -205,7 +206,10 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
     assert time.monotonic() - killed < 30
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("error: rank 1 was killed by signal 9")
+    assert [line for line in errors.splitlines() if line.startswith(("error:", "Traceback", "E", "W"))] == [
+        "error: rank 1 was killed by signal 9; if the machine ran out of memory, compile with a lower --memory "
+        "or more --stages"
+    ]
     assert not (tmp_path / "run" / "model").exists()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
@@ -253,33 +257,129 @@ def _listening_elsewhere(pids: list[int]) -> list[str]:
     return [address for pid in pids for address in _listening(pid) if address not in loopback]
 
 
-@pytest.mark.parametrize("change", ["model", "data", "steps", "output", "lengths"])
-def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_path: Path, change: str) -> None:
-    """CASES J5."""
-    plan = compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9)
-    options = RunOptions(
-        plan=plan, data=None, model=None, device="cpu", num_steps=None, lr=LR, seed=0, output=tmp_path / "run"
-    )
-    assert prepare(options).num_steps == 2
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_says_so_and_can_be_run_again(tmp_path: Path, how: signal.Signals) -> None:
+    plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
+    command = [sys.executable, "-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu"]
+    started = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with started as process:
+        workers = _wait_for_workers(process.pid)
+        if how == signal.SIGINT:
+            os.killpg(process.pid, how)  # as a terminal does
+        else:
+            process.send_signal(how)
+        _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
+    assert process.returncode == (130 if how == signal.SIGINT else 1)
+    assert "Traceback" not in errors
+    assert ("error: stopped by SIGTERM" in errors) == (how == signal.SIGTERM)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    options = dataclasses.replace(OPTIONS, plan=plan, output=tmp_path / "run")
+    assert prepare(options).num_ranks == 2
 
-    if change == "model":
-        (tmp_path / "config.json").write_text(small_model(vocab_size=256, hidden_size=64).config)
-        options, message = dataclasses.replace(options, model=tmp_path), "hidden_size"
-    elif change == "data":
-        dataset = tmp_path / "dataset.jsonl"
-        dataset.write_text(dataset.read_text().replace("[", "[1, ", 1))
-        message = "is not the dataset that the plan was compiled from"
-    elif change == "steps":
-        options, message = dataclasses.replace(options, num_steps=3), "has 2 steps"
-    elif change == "output":
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "metrics.jsonl").write_text("")
-        message = "holds a run already"
-    else:
-        (tmp_path / "dataset.jsonl").write_text('{"length": 30}\n' * 12)
-        dataset = open_dataset(tmp_path / "dataset.jsonl", "bytes", 256)
-        profile = analytic_profile(small_model(vocab_size=256), "a800-80g")
-        compile_plan(dataset, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), plan)
-        message = "lengths alone"
-    with pytest.raises(InfinipipeError, match=message):
+
+OPTIONS = RunOptions(
+    plan=Path(), data=None, model=None, device="cpu", num_steps=None, lr=LR, seed=0, output=Path("infinipipe-run")
+)
+
+
+def refused(options: RunOptions, message: str, folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(InfinipipeError, match=message) as caught:
         prepare(options)
+    assert "\n" not in str(caught.value)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> RunOptions:
+    plan = compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9)
+    options = dataclasses.replace(OPTIONS, plan=plan, output=tmp_path / "run")
+    assert prepare(options).num_steps == 2
+    return options
+
+
+def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_path: Path, options: RunOptions) -> None:
+    """CASES J5."""
+    replace = dataclasses.replace
+    refused(replace(options, num_steps=3), "has 2 steps; --steps", tmp_path)
+    refused(replace(options, lr=float("nan")), "--lr nan", tmp_path)
+    refused(replace(options, data=tmp_path / "nowhere"), "No such file", tmp_path)
+    refused(replace(options, data=Path("/dev/zero")), "is not a file", tmp_path)
+    refused(replace(options, output=tmp_path / "dataset.jsonl" / "x"), "is no writable directory", tmp_path)
+    refused(replace(options, output=tmp_path / "dataset.jsonl"), "is no writable directory", tmp_path)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    refused(options, "is there already; choose another directory with --output", tmp_path)
+    options = replace(options, output=tmp_path / "other")
+    dataset = tmp_path / "dataset.jsonl"
+    dataset.write_text(dataset.read_text().replace("[", "[1, ", 1))
+    refused(options, "is not the dataset that the plan was compiled from", tmp_path)
+    for profile, text, message in (
+        (analytic_profile(small_model(vocab_size=256), "a800-80g"), dataset.read_text(), "its times and bytes are for"),
+        (None, '{"length": 30}\n' * 12, "compiled from lengths alone"),
+    ):
+        dataset.write_text(text)
+        profile = profile or msgspec.structs.replace(
+            analytic_profile(small_model(vocab_size=256), "a800-80g"), dtype="float32"
+        )
+        opened = open_dataset(dataset, "bytes", 256)
+        compile_plan(opened, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), options.plan)
+        refused(options, message, tmp_path)
+
+
+def test_checkpoints_that_are_not_the_plans_model_are_refused(tmp_path: Path, options: RunOptions) -> None:
+    directory = tmp_path / "checkpoint"
+    model = small_model(vocab_size=256)
+    whole = whole_model(model)
+    whole.save_pretrained(directory)
+    options = dataclasses.replace(options, model=directory)
+    assert prepare(options).model == directory
+    weights = load_file(directory / "model.safetensors")
+    name = "model.layers.3.mlp.up_proj.weight"
+
+    def saved(**changes: object) -> None:
+        merged = {n: t for n, t in (weights | {name: changes.get("weight", weights[name])}).items() if t is not None}
+        save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})
+
+    saved(weight=None)
+    refused(options, f"no weight named {name}", tmp_path)
+    saved(weight=weights[name].t().contiguous())
+    refused(options, rf"weight {name} has shape \(32, 48\) in the checkpoint, \(48, 32\)", tmp_path)
+    saved(weight=weights[name].to(torch.int8))
+    refused(options, f"weight {name} is I8; only F32, BF16, F16 can be trained", tmp_path)
+    saved(weight=weights[name].to(torch.bfloat16))
+    assert prepare(options).model == directory
+    (directory / "model.safetensors").write_bytes(b"nonsense")
+    refused(options, "model.safetensors: cannot be read", tmp_path)
+    for index in ("[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', "{"):
+        (directory / "model.safetensors.index.json").write_text(index)
+        refused(options, "not an index of weights", tmp_path)
+    for config, message in (
+        (small_model(vocab_size=256, hidden_size=64).config, "hidden_size differ .hidden_size is 64, the plan says 32"),
+        ('{"model_type": "llama", "hidden_act": 5}', "transformers cannot use its config"),
+        ("[1]", "transformers cannot use its config"),
+        ("{", "no readable config.json"),
+    ):
+        (directory / "config.json").write_text(config)
+        refused(options, message, tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    """CASES J5: the same text, other tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer = Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="<s>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "dataset.jsonl").write_text('{"text": "a b a"}\n{"text": "a a a a"}\n')
+    model = msgspec.structs.replace(small_model(vocab_size=256), tokenizer=str(tmp_path))
+    profile = msgspec.structs.replace(analytic_profile(model, "a800-80g"), dtype="float32")
+    opened = open_dataset(tmp_path / "dataset.jsonl", model.tokenizer, 256)
+    compile_plan(opened, profile, CompileOptions(num_stages=1), tmp_path / "plan.msgpack")
+    options = dataclasses.replace(OPTIONS, plan=tmp_path / "plan.msgpack", output=tmp_path / "run")
+    assert prepare(options).tokenizer == str(tmp_path)
+    Tokenizer(WordLevel({"<s>": 0, "b": 1}, unk_token="<s>")).save(str(tmp_path / "tokenizer.json"))
+    refused(options, "tokenizer.json is not the one that the plan was compiled with", tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    refused(options, "tokenizer.json: No such file", tmp_path)
