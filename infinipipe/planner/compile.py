@@ -56,6 +56,7 @@ def compile_plan(
     pipeline = make_pipeline(dataset, profile, options)
     header = make_header(dataset, pipeline, options)
     verify_header(header)
+    check_longest(dataset, pipeline, header)
     with PlanWriter(path, header, resume=resume) as writer:
         for step in plan_steps(dataset, pipeline, header, writer.num_steps, num_workers):
             verify_step(header, step)
@@ -109,6 +110,22 @@ def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -
         profile_sha256=profile_sha256(profile),
         profile=msgspec.Raw(pack_profile(profile)),
     )
+
+
+def check_longest(dataset: Dataset, pipeline: Pipeline, header: Header) -> None:
+    """Plan the longest sequence by itself: what cannot fit is said at once, not at its step.
+
+    Raises:
+        InfeasibleError: not even this sequence alone fits.
+    """
+    steps = _global_batches(dataset, header, 0)
+    index, longest = max(
+        ((index, max(sequences, key=lambda s: s.length)) for index, sequences in steps),
+        key=lambda found: found[1].length,
+    )
+    found = POLICIES[header.policy](Problem(pipeline, (longest,), (0,)))
+    if isinstance(found, Shortage):
+        raise infeasible(pipeline, index, found)
 
 
 def plan_steps(

@@ -104,8 +104,10 @@ def test_one_long_sequence_at_the_end_is_found_before_anything_is_written(tmp_pa
     limits = room([3, 3], 2_000_000)
     options = CompileOptions(num_stages=2, batch_size=32, memory_limit_bytes=limits)
     message = r"step . does not fit: stage . needs at least [\d.]+ MiB, [\d.]+ \w+ more than its limit of [\d.]+ MiB"
+    calls: list[tuple[int, ...]] = []
     with pytest.raises(InfeasibleError, match=message):
-        compile_plan(dataset, toy_profile(6), options, tmp_path / "plan.msgpack")
+        compile_plan(dataset, toy_profile(6), options, tmp_path / "plan.msgpack", lambda *call: calls.append(call))
+    assert calls == []
     assert [path.name for path in tmp_path.iterdir()] == ["dataset.jsonl"]
 
 
