@@ -5,7 +5,6 @@ Every command imports what it needs when it runs, so that only `profile` and `ru
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
@@ -20,7 +19,10 @@ from infinipipe import __version__
 from infinipipe.errors import InfinipipeError, InputError
 
 if TYPE_CHECKING:
-    from infinipipe.ir import LossNorm, PlanReader
+    from rich.console import RenderableType
+
+    from infinipipe.ir import LossNorm, PlanReader, Step
+    from infinipipe.planner.compare import Cell
 
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
@@ -56,6 +58,17 @@ def _parse_bytes(text: str) -> int:
 
 _PATH = click.Path(path_type=Path)
 _COUNT = click.IntRange(min=1)
+
+
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """Positive numbers, separated by commas."""
+
+    name = "n,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        return tuple(_COUNT(part, param, ctx) for part in str(value).split(","))
+
+
 _SEED = click.IntRange(min=0, max=2**63 - 1)
 
 
@@ -173,6 +186,55 @@ def compile_(
 
 
 @cli.command()
+@click.argument("dataset", type=_PATH)
+@click.option("-p", "--profile", "profile_path", type=_PATH, default="profile.json", help="Profile to plan with.")
+@click.option("--stages", type=_Counts(), help="Pipeline stages, or several choices: 4,8.  [default: the profile's]")
+@click.option("--replicas", type=_COUNT, metavar="N", default=1, help="Data-parallel copies of the pipeline.")
+@click.option("--memory", type=MemoryLimits(), help="Limit of every stage, or several choices: 40GiB,80GiB.")
+@click.option("--batch-size", type=_COUNT, metavar="N", help="Sequences in a step.  [default: 512]")
+@click.option("--max-length", type=_COUNT, metavar="N", help="Cut longer sequences to so many tokens.")
+@click.option("--steps", type=_COUNT, metavar="N", default=4, help="Steps to plan with each policy.")
+@click.option("--seed", type=_SEED, metavar="N", default=0, help="Draws the batches.")
+@click.option("--loss-norm", type=click.Choice(["token", "sequence"]), default="token", help="What the loss averages.")
+@click.option("--policies", metavar="A,B,...", help="Which to compare.  [default: all]")
+@click.option("--json", "as_json", is_flag=True, help="Print a list with an object per policy instead of tables.")
+def compare(
+    dataset: Path,
+    profile_path: Path,
+    stages: tuple[int, ...] | None,
+    replicas: int,
+    memory: tuple[int, ...] | None,
+    batch_size: int | None,
+    max_length: int | None,
+    steps: int,
+    seed: int,
+    loss_norm: LossNorm,
+    policies: str | None,
+    as_json: bool,
+) -> None:
+    """Plan the same steps of DATASET with several policies and compare them by simulation.
+
+    Several choices of --stages and --memory make a grid.
+    """
+    from infinipipe.dataset import open_dataset
+    from infinipipe.planner.compare import compare_grid
+    from infinipipe.planner.options import CompileOptions
+    from infinipipe.planner.policies import POLICIES
+    from infinipipe.profiles import read_profile
+
+    options = CompileOptions(
+        num_replicas=replicas, batch_size=batch_size, num_steps=steps, seed=seed, loss_norm=loss_norm
+    )
+    costs = read_profile(profile_path)
+    with _progress("read") as progress:
+        data = open_dataset(dataset, costs.model.tokenizer, costs.model.vocabulary_size, max_length, progress)
+    names = tuple(POLICIES) if policies is None else tuple(policies.split(","))
+    with _progress("compare") as progress:
+        cells = compare_grid(data, costs, options, stages or (), memory or (), names, progress)
+    _print_comparison(cells, as_json)
+
+
+@cli.command()
 @click.argument("plan", type=_PATH)
 @click.option("--step", "index", type=click.IntRange(min=0), metavar="K", help="Show step K whole.")
 @click.option("--all", "everything", is_flag=True, help="Show the header and every step whole, one a line.")
@@ -201,7 +263,7 @@ def inspect(
         if files:
             _write_views(reader, index or 0, html, trace, csv)
         elif table:
-            _print_tables(reader, index)
+            _print_plan_tables(reader, index)
         else:
             _print_documents(reader, index, everything, schema)
 
@@ -210,17 +272,27 @@ def inspect(
 @click.argument("plan", type=_PATH)
 @click.option("--data", type=_PATH, metavar="DATASET", help="Also check that the plan was compiled from this dataset.")
 def verify(plan: Path, data: Path | None) -> None:
-    """Check every byte and every rule of PLAN."""
-    from infinipipe.dataset import check_same_dataset
+    """Check every byte and every rule of PLAN, and that its times and peaks are what its profile gives."""
     from infinipipe.ir.store import open_plan
     from infinipipe.ir.verify import verify_plan
+    from infinipipe.proof import Proof, open_planned_dataset
 
-    with open_plan(plan) as reader, _progress("verify") as progress:
-        done = itertools.count(1)
-        report = verify_plan(reader, lambda: progress(next(done), reader.num_steps))
+    with open_plan(plan) as reader:
+        dataset = None
         if data is not None:
-            check_same_dataset(data, reader.header.dataset)
-    _say(f"{plan}: {report.num_steps} steps with {report.num_ops} ops obey {len(report.rules)} rules")
+            with _progress("read") as progress:
+                dataset = open_planned_dataset(reader, data, progress)
+        proof = Proof(reader.header, dataset)
+        with _progress("verify") as progress:
+
+            def add(step: Step) -> None:
+                proof.add(step)
+                progress(step.index + 1, reader.num_steps)
+
+            report = verify_plan(reader, add)
+    for line in proof.lines(report):
+        click.echo(line)
+    _say(f"{plan}: the plan is valid")
 
 
 @cli.command()
@@ -288,6 +360,22 @@ def _progress(what: str) -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def _print_comparison(cells: list[Cell], as_json: bool) -> None:
+    from msgspec import to_builtins
+
+    from infinipipe.report import compare_tables
+
+    if not as_json:
+        _print_tables(compare_tables(cells))
+        return
+    rows = [
+        {"stages": cell.num_stages, "memory_limit_bytes": cell.memory_limit_bytes, **to_builtins(row)}
+        for cell in cells
+        for row in cell.rows
+    ]
+    click.echo(_json(rows, indent=2))
+
+
 def _print_documents(reader: PlanReader, index: int | None, everything: bool, schema: bool) -> None:
     from infinipipe.ir.view import header_document, plan_document, plan_schema, step_document
 
@@ -303,14 +391,17 @@ def _print_documents(reader: PlanReader, index: int | None, everything: bool, sc
         click.echo(_json(plan_document(reader), indent=2))
 
 
-def _print_tables(reader: PlanReader, index: int | None) -> None:
-    from rich.console import Console
-
+def _print_plan_tables(reader: PlanReader, index: int | None) -> None:
     from infinipipe.ir.table import plan_tables, step_tables
 
+    _print_tables(plan_tables(reader) if index is None else step_tables(reader.header, reader.step(index)))
+
+
+def _print_tables(tables: RenderableType) -> None:
+    from rich.console import Console
+
     # A pipe or a file has no width of its own to fit.
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(plan_tables(reader) if index is None else step_tables(reader.header, reader.step(index)))
+    Console(width=None if sys.stdout.isatty() else 120).print(tables)
 
 
 def _write_views(reader: PlanReader, index: int, html: Path | None, trace: Path | None, csv: Path | None) -> None:

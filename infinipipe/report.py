@@ -1,14 +1,18 @@
-"""What `compile` tells of the plan it made: the data, how it was cut, what it costs."""
+"""What `compile` tells of the plan it made, and `compare` of several policies: for people."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Group
+from rich.table import Table
 
 from infinipipe.ir import Header, Replica
 from infinipipe.ir.store import PlanReader
+from infinipipe.planner.compare import Cell, InfeasibleRow, Row
 from infinipipe.planner.units import show_bytes
 
 
@@ -31,6 +35,43 @@ class _Figures(NamedTuple):
 
     def plus(self, other: _Figures) -> _Figures:
         return _Figures._make(a + b for a, b in zip(self, other, strict=True))
+
+
+def compare_tables(cells: SequenceOf[Cell]) -> Group:
+    """Return a table for each choice of stages and memory, the fastest policy marked."""
+    return Group(*map(_compare_table, cells))
+
+
+def _compare_table(cell: Cell) -> Table:
+    limits = "/".join(show_bytes(limit) for limit in dict.fromkeys(cell.memory_limit_bytes))
+    table = Table(title=f"{cell.num_stages} stages of {limits}", title_justify="left", box=None)
+    table.add_column("policy")
+    for name in ("s a step", "bound", "ratio", "bubble", "recompute", "peak", "chunks", "s to plan"):
+        table.add_column(name, justify="right")
+    feasible = [row for row in cell.rows if isinstance(row, Row)]
+    best = min((row.step_seconds for row in feasible), default=0.0)
+    for row in cell.rows:
+        if isinstance(row, Row):
+            style = "bold" if row.step_seconds == best else None
+            table.add_row(row.policy, *_compare_cells(row), style=style)
+        else:
+            table.add_row(row.policy, "infeasible")
+    reasons = dict.fromkeys(row.reason for row in cell.rows if isinstance(row, InfeasibleRow))
+    table.caption, table.caption_justify = "\n".join(reasons), "left"
+    return table
+
+
+def _compare_cells(row: Row) -> list[str]:
+    return [
+        f"{row.step_seconds:.3f}",
+        f"{row.bound_seconds:.3f}",
+        f"{row.ratio_to_bound:.3f}",
+        f"{row.bubble_fraction:.1%}",
+        f"{row.recompute_fraction:.1%}",
+        show_bytes(max(row.peak_bytes)),
+        f"{row.num_chunks:.0f}",
+        f"{row.plan_seconds:.2f}",
+    ]
 
 
 def plan_report(reader: PlanReader, num_cut_tokens: int) -> list[str]:

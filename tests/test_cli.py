@@ -261,6 +261,55 @@ def test_verify_says_what_it_checked(call: Call, plan: Path) -> None:
     assert "3 steps" in err
 
 
+FIELDS = {
+    "policy",
+    "feasible",
+    "step_seconds",
+    "bound_seconds",
+    "ratio_to_bound",
+    "bubble_fraction",
+    "recompute_fraction",
+    "peak_bytes",
+    "num_chunks",
+    "plan_seconds",
+}
+
+
+def test_compare_prints_a_row_per_policy_of_a_grid(folder: Path, call: Call) -> None:
+    arguments = ("dataset.jsonl", "--stages", "2,3", "--memory", "1GiB,20KiB", "--batch-size", 6, "--steps", 1)
+    code, out, _ = call("compare", *arguments, "--policies", "paper,epp,1f1b", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [(r["stages"], r["memory_limit_bytes"][0], r["policy"]) for r in rows] == [
+        (stages, memory, policy)
+        for stages in (2, 3)
+        for memory in (2**30, 20 * 2**10)
+        for policy in ("paper", "epp", "1f1b")
+    ]
+    for row in rows:
+        assert row["feasible"] == (row["memory_limit_bytes"][0] == 2**30)
+        if row["feasible"]:
+            assert row.keys() >= FIELDS
+            assert row["ratio_to_bound"] == pytest.approx(row["step_seconds"] / row["bound_seconds"])
+            assert len(row["peak_bytes"]) == row["stages"]
+        else:
+            assert "--memory" in row["reason"]
+    best = {
+        stages: min(r["step_seconds"] for r in rows if r["feasible"] and r["stages"] == stages) for stages in (2, 3)
+    }
+    for row in rows:
+        if row["feasible"] and row["policy"] == "epp":
+            assert row["step_seconds"] == best[row["stages"]]
+    code, out, _ = call("compare", *arguments, "--policies", "epp,gpipe")
+    assert code == 0
+    assert next(line for line in out.splitlines() if " stages of " in line).startswith("2 stages of 1.00 GiB")
+    assert sum(line.split()[:2] == ["gpipe", "infeasible"] for line in out.splitlines()) == 2
+
+
+def test_compare_refuses_an_unknown_policy(folder: Path, call: Call) -> None:
+    assert_refused(call, folder, "compare dataset.jsonl --policies epp,best", "--policies best", "epp, paper")
+
+
 def test_an_interrupt_is_no_traceback(folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

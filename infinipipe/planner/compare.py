@@ -86,6 +86,50 @@ def compare_policies(
     return rows
 
 
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies on one choice of stages and memory."""
+
+    num_stages: int
+    memory_limit_bytes: tuple[int, ...]
+    rows: tuple[Row | InfeasibleRow, ...]
+
+
+def compare_grid(
+    dataset: Dataset,
+    profile: Profile,
+    options: CompileOptions,
+    stages: SequenceOf[int],
+    memories: SequenceOf[int],
+    policies: SequenceOf[str] = tuple(POLICIES),
+    progress: Progress | None = None,
+) -> list[Cell]:
+    """Compare policies for every choice of stages and of memory; an empty sequence leaves that to `options`.
+
+    Raises:
+        InputError: as `compare_policies`.
+    """
+    choices = [
+        replace(options, num_stages=s, memory_limit_bytes=options.memory_limit_bytes if m is None else (m,))
+        for s in stages or (options.num_stages,)
+        for m in memories or (None,)
+    ]
+    cells = []
+    for number, choice in enumerate(choices):
+
+        def advance(done: int, total: int, number: int = number) -> None:
+            if progress is not None:
+                progress(number * total + done, len(choices) * total)
+
+        try:
+            rows = compare_policies(dataset, profile, choice, policies, advance)
+        except InfeasibleError as error:
+            rows = [InfeasibleRow(policy=policy, reason=str(error)) for policy in policies]
+        cells.append(
+            Cell(num_stages=choice.stages(profile), memory_limit_bytes=choice.limits(profile), rows=tuple(rows))
+        )
+    return cells
+
+
 def _compare(header: Header, steps: Iterator[Step], advance: Callable[[int], None]) -> Row | InfeasibleRow:
     found: list[Step] = []
     began = time.perf_counter()
