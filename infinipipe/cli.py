@@ -405,16 +405,22 @@ def _print_tables(tables: RenderableType) -> None:
 
 
 def _write_views(reader: PlanReader, index: int, html: Path | None, trace: Path | None, csv: Path | None) -> None:
+    from infinipipe.ir.layout import named_faults
     from infinipipe.ir.page import plan_page
-    from infinipipe.ir.timeline import chrome_trace, schedule_csv
+    from infinipipe.ir.timeline import Span, chrome_trace, schedule_csv
     from infinipipe.planner.redraw import step_spans
 
     header = reader.header
+
+    def spans(step: Step) -> tuple[Span, ...]:
+        with named_faults(reader.path):
+            return step_spans(header, step)
+
     if html is not None:
-        _write(html, plan_page(header, ((step, step_spans(header, step)) for step in reader)))
+        _write(html, plan_page(header, ((step, spans(step)) for step in reader)))
     if trace is not None:
         step = reader.step(index)
-        _write(trace, _json(chrome_trace(header, step, step_spans(header, step))))
+        _write(trace, _json(chrome_trace(header, step, spans(step))))
     if csv is not None:
         _write(csv, "".join(schedule_csv(replica) for replica in reader.step(index).replicas))
 

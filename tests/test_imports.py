@@ -33,6 +33,7 @@ def run_without_torch(code: str, cwd: Path) -> None:
         "infinipipe.planner.redraw",
         "infinipipe.profiles",
         "infinipipe.profiles.analytic",
+        "infinipipe.proof",
         "infinipipe.report",
     ],
 )
@@ -53,7 +54,7 @@ def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
     ],
 )
 def test_command_starts_no_torch(command: str, tmp_path: Path) -> None:
-    write_plan(tmp_path / "hand.msgpack")
+    write_plan(tmp_path / "hand.msgpack", split=True)
     run_without_torch(f"from infinipipe.cli import run_command\nassert run_command({command.split()!r}) == 0", tmp_path)
 
 

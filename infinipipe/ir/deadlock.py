@@ -1,10 +1,11 @@
-"""Proof that a step's programs end even when every send blocks until it is received.
+"""Proof that a step's programs end even when every send blocks until its receive is posted.
 
 The model is the runtime's. F on stage s > 0 receives what F of the same chunk sent on stage s-1,
 computes, and sends to stage s+1; B and I go the other way; W stays at home. Of each direction a
 stage has exactly one receive posted: the next one, posted when the op before it (of that direction)
 has begun. A send blocks its stage until that receive is posted. A runtime that buffers more
-only waits less, so what ends here ends there.
+only waits less, so what ends here ends there. With `posted_ahead=0` a receive is posted no sooner
+than the stage comes to the op that needs it, which few schedules survive: that is only reported.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Wait:
     """Whether the op has run and cannot send, or has not received what it needs."""
 
 
-def find_deadlock(programs: SequenceOf[SequenceOf[Op]]) -> tuple[Wait, ...]:
+def find_deadlock(programs: SequenceOf[SequenceOf[Op]], posted_ahead: int = 1) -> tuple[Wait, ...]:
     """Return stages that wait for each other in a circle; none if all programs end.
 
     The transfers must be matched: neighbours have the same F in the same order, and the same B and I.
     """
-    state = _Pipeline(programs)
+    state = _Pipeline(programs, posted_ahead)
     state.run()
     waits = {stage: state.wait(stage) for stage in range(len(programs)) if not state.ended(stage)}
     return _circle(waits) if waits else ()
@@ -42,11 +43,12 @@ def find_deadlock(programs: SequenceOf[SequenceOf[Op]]) -> tuple[Wait, ...]:
 class _Pipeline:
     """Counts of begun ops, per stage and direction. Which chunk it is need not be known, as orders match."""
 
-    def __init__(self, programs: SequenceOf[SequenceOf[Op]]) -> None:
+    def __init__(self, programs: SequenceOf[SequenceOf[Op]], posted_ahead: int) -> None:
+        self.posted_ahead = posted_ahead
         # Direction +1 for F, -1 for B and I, 0 for W, which has no transfer.
         direction = {OpKind.FORWARD: 1, OpKind.BACKWARD: -1, OpKind.BACKWARD_INPUT: -1, OpKind.BACKWARD_WEIGHT: 0}
         self.directions = [[direction[op.kind] for op in program] for program in programs]
-        # Begun ops of a stage by direction. Row -1 stands for both ends of the pipeline, which never make anyone wait.
+        # Ops that each stage has begun, by direction.
         self.begun = {d: [0] * len(programs) for d in (-1, 1)}
         self.positions = [0] * len(programs)
         self.sending = [False] * len(programs)
@@ -91,7 +93,7 @@ class _Pipeline:
                         break
                     begun[stage] += 1
                     sending = any_begun = True
-                if 0 <= target <= last and begun[target] + 1 < begun[stage]:
+                if 0 <= target <= last and begun[target] + self.posted_ahead < begun[stage]:
                     break
                 sending = False
             position += 1

@@ -21,8 +21,22 @@ def check_header_version(header: Header) -> None:
         raise VerifyError(f"header: format {header.format_version}, not {FORMAT_VERSION}")
 
 
+# Keys of a Hugging Face config and what the header calls them.
+_CONFIG_NAMES = {
+    "model_type": "architecture",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocabulary_size",
+    "tie_word_embeddings": "tied",
+}
+
+
 def check_model(header: Header) -> None:
-    """The model has a shape, and its config is a JSON object."""
+    """The model has a shape."""
     model = header.model
     for field in msgspec.structs.fields(model):
         value = getattr(model, field.name)
@@ -30,10 +44,20 @@ def check_model(header: Header) -> None:
             raise VerifyError(f"header: the model's {field.name} is {value}, not positive")
     if model.num_heads % model.num_kv_heads:
         raise VerifyError(f"header: {model.num_heads} heads cannot share {model.num_kv_heads} key-value heads evenly")
+
+
+def check_config(header: Header) -> None:
+    """The model's config is a JSON object that does not contradict its shape."""
+    model = header.model
     try:
-        msgspec.json.decode(model.config, type=dict[str, msgspec.Raw])
+        config = msgspec.json.decode(model.config, type=dict[str, object])
     except (msgspec.MsgspecError, RecursionError):
         raise VerifyError("header: the model's config is not a JSON object") from None
+    for key, name in _CONFIG_NAMES.items():
+        # What a config does not say, or says by null, has a default.
+        value, expected = config.get(key), getattr(model, name)
+        if value is not None and value != expected:
+            raise VerifyError(f"header: the model's config says {key} {value!r}, its {name} is {expected!r}")
 
 
 def check_stages(header: Header) -> None:
@@ -123,6 +147,7 @@ def check_profile(header: Header) -> None:
 HEADER_RULES = (
     check_header_version,
     check_model,
+    check_config,
     check_stages,
     check_header_numbers,
     check_sequence_parallel,

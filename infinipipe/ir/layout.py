@@ -134,7 +134,9 @@ def named_faults(path: Path) -> Iterator[None]:
     try:
         yield
     except VerifyError as error:
-        raise VerifyError(f"{shown(path)}: {error}; {AGAIN}") from None
+        raise VerifyError(f"{shown(path)}: {shown(str(error))}; {AGAIN}") from None
+    except PlanFileError as error:
+        raise PlanFileError(f"{shown(path)}: {error}") from None
 
 
 def damaged(path: Path, why: str) -> PlanFileError:

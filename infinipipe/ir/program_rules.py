@@ -109,14 +109,14 @@ def _transfer_fault(case: ReplicaCase, stage: int, kinds: SequenceOf[OpKind]) ->
 
 
 def check_deadlock(case: ReplicaCase) -> None:
-    """All programs end even when every send blocks until it is received."""
+    """All programs end even when every send blocks until its receive is posted, one ahead in each direction."""
     circle = find_deadlock(case.replica.programs)
     if not circle:
         return
     parts = []
     for wait in circle:
         program = case.replica.programs[wait.stage]
-        need = f"stage {wait.neighbour} to receive it" if wait.sending else f"stage {wait.neighbour} to send"
+        need = f"stage {wait.neighbour} to post its receive" if wait.sending else f"stage {wait.neighbour} to send"
         parts.append(
             f"op {show_op(wait.stage, program[wait.position])} waits for {need}: "
             f"{window(wait.stage, program, wait.position)}"

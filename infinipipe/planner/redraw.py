@@ -1,84 +1,154 @@
-"""The predicted timeline of a step, drawn again from the plan alone: it holds the profile it was made with."""
+"""The timeline of a step drawn again from the plan alone, as it holds the profile it was made with."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from infinipipe.errors import PlanFileError
-from infinipipe.ir import Header, Op, OpKind, Replica, Step
+from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
+from infinipipe.ir import Header, Op, OpKind, Replica, StagePrediction, Step
 from infinipipe.ir.timeline import Span
-from infinipipe.planner.simulate import simulate
+from infinipipe.planner.simulate import Floats, Timeline, simulate
 from infinipipe.profiles import Profile
-from infinipipe.profiles.cost import Costs, Loads, chunk_costs, chunk_loads, replay_memory
+from infinipipe.profiles.cost import Costs, MemoryTrace, chunk_costs, chunk_loads, optimizer_seconds, replay_memory
+
+_UNPRICED = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+_TOLERANCE = 1e-9
 
 
 def step_spans(header: Header, step: Step) -> tuple[Span, ...]:
     """Return every op of a step with its predicted times and memory.
 
     Raises:
-        PlanFileError: the plan's profile is of another format, or prices no I and W although the step has some.
+        PlanFileError: the step has I and W, which no profile prices.
+        VerifyError: the plan's profile cannot be used.
     """
-    profile = _profile(header)
+    if not is_priced(step):
+        raise PlanFileError(f"step {step.index} has ops I and W; the plan's profile prices F and B, so it has no times")
     spans: list[Span] = []
-    for number, replica in enumerate(step.replicas):
-        if replica.chunks:
-            spans += _replica_spans(header, profile, step, number, replica)
+    for number, drawn in _redraw(header, _profile(header), step):
+        spans += drawn.spans(number, step.replicas[number])
     return tuple(spans)
+
+
+def is_priced(step: Step) -> bool:
+    """Return whether profiles price all ops of a step: F and B, but not I and W."""
+    return not any(op.kind in _UNPRICED for replica in step.replicas for program in replica.programs for op in program)
+
+
+def check_predictions(header: Header, step: Step) -> None:
+    """Check that a step's times and peaks are those that the plan's profile gives; `is_priced` must hold.
+
+    Raises:
+        VerifyError: they are not, or the profile cannot be used.
+    """
+    profile, makespan_s = _profile(header), 0.0
+    for number, drawn in _redraw(header, profile, step):
+        makespan_s = max(makespan_s, drawn.timeline.makespan_s)
+        for stage, told in enumerate(step.replicas[number].predicted):
+            _compare(f"step {step.index}, replica {number}, stage {stage}", told, drawn.prediction(stage))
+    whole = makespan_s + max(optimizer_seconds(profile, stage) for stage in header.stages)
+    for name, found in (("makespan_s", makespan_s), ("step_s", whole)):
+        _compare_number(f"step {step.index}", name, getattr(step, name), found)
+
+
+def _compare(where: str, told: StagePrediction, found: StagePrediction) -> None:
+    if told.peak_bytes != found.peak_bytes:
+        raise VerifyError(
+            f"{where}: a predicted peak of {told.peak_bytes} bytes; the plan's profile gives {found.peak_bytes}"
+        )
+    for name in ("busy_s", "recompute_s", "bubble_s"):
+        _compare_number(where, name, getattr(told, name), getattr(found, name), found.busy_s + found.bubble_s)
+
+
+def _compare_number(where: str, name: str, told: float, found: float, scale: float = 0.0) -> None:
+    if not math.isclose(told, found, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale):
+        raise VerifyError(f"{where}: a predicted {name} of {told}; the plan's profile gives {found}")
 
 
 def _profile(header: Header) -> Profile:
     try:
         return msgspec.msgpack.decode(header.profile, type=Profile)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise PlanFileError(f"the plan's profile is of another format: {error}; compile the plan again") from None
+    except (msgspec.MsgspecError, InfinipipeError, ValueError, RecursionError) as error:
+        raise VerifyError(f"header: the profile cannot be used: {error}") from None
 
 
-def _replica_spans(header: Header, profile: Profile, step: Step, number: int, replica: Replica) -> list[Span]:
-    loads = chunk_loads(replica.chunks, step.sequences)
-    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
-    recompute_s = np.array(replica.recompute) * costs.recompute_s
-    seconds = [
-        [_op_seconds(costs, recompute_s[stage], stage, op) for op in program]
-        for stage, program in enumerate(replica.programs)
-    ]
-    timeline = simulate(replica.programs, seconds, costs.transfer_s.tolist())
-    spans = []
-    for stage, program in enumerate(replica.programs):
-        memory = _memory(header, profile, step, replica, loads, costs, stage)
-        for position, op in enumerate(program):
-            during, after = memory[position]
-            spans.append(
-                Span(
+@dataclass(frozen=True)
+class _Drawn:
+    """One replica of a step, drawn again."""
+
+    timeline: Timeline
+    recompute_s: Floats
+    """Of each stage and chunk."""
+    memory: tuple[MemoryTrace, ...]
+
+    def prediction(self, stage: int) -> StagePrediction:
+        busy = self.timeline.busy_s(stage)
+        return StagePrediction(
+            busy_s=busy,
+            recompute_s=float(self.recompute_s[stage].sum()),
+            bubble_s=max(0.0, self.timeline.makespan_s - busy),
+            peak_bytes=round(self.memory[stage].during.max()),
+        )
+
+    def spans(self, number: int, replica: Replica) -> Iterator[Span]:
+        for stage, program in enumerate(replica.programs):
+            start_s, end_s, memory = self.timeline.start_s[stage], self.timeline.end_s[stage], self.memory[stage]
+            for position, op in enumerate(program):
+                yield Span(
                     replica=number,
                     stage=stage,
                     op=op,
-                    start_s=float(timeline.start_s[stage][position]),
-                    end_s=float(timeline.end_s[stage][position]),
-                    recompute_s=float(recompute_s[stage, op.chunk]) if op.kind == OpKind.BACKWARD else 0.0,
-                    during_bytes=during,
-                    after_bytes=after,
+                    start_s=float(start_s[position]),
+                    end_s=float(end_s[position]),
+                    recompute_s=float(self.recompute_s[stage, op.chunk]) if op.kind == OpKind.BACKWARD else 0.0,
+                    during_bytes=round(memory.during[position]),
+                    after_bytes=round(memory.after[position]),
                 )
-            )
-    return spans
 
 
-def _op_seconds(costs: Costs, recompute_s: SequenceOf[float], stage: int, op: Op) -> float:
-    match op.kind:
-        case OpKind.FORWARD:
-            return float(costs.forward_s[stage, op.chunk])
-        case OpKind.BACKWARD:
-            return float(costs.backward_s[stage, op.chunk] + recompute_s[op.chunk])
-        case OpKind.BACKWARD_INPUT | OpKind.BACKWARD_WEIGHT:
-            raise PlanFileError("the plan splits B into I and W, which its profile does not price; compile it again")
+def _redraw(header: Header, profile: Profile, step: Step) -> Iterator[tuple[int, _Drawn]]:
+    """Yield the number and the drawing of every replica that has work."""
+    for number, replica in enumerate(step.replicas):
+        if replica.chunks:
+            with _finite(step):
+                drawn = _redraw_replica(header, profile, step, replica)
+            yield number, drawn
 
 
-def _memory(
-    header: Header, profile: Profile, step: Step, replica: Replica, loads: Loads, costs: Costs, stage: int
-) -> list[tuple[int, int]]:
-    """Return the bytes during and after each op of a stage."""
-    program, recompute = replica.programs[stage], replica.recompute[stage]
-    trace = replay_memory(profile, header.stages, stage, step.sequences, loads, costs, program, recompute)
-    return [(round(during), round(after)) for during, after in zip(trace.during, trace.after, strict=True)]
+@contextmanager
+def _finite(step: Step) -> Iterator[None]:
+    """Refuse a profile whose numbers, each of them possible, are too large together."""
+    try:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            yield
+    except (ArithmeticError, ValueError, IndexError) as error:
+        raise VerifyError(f"step {step.index}: the profile gives no finite times and bytes: {error}") from None
+
+
+def _redraw_replica(header: Header, profile: Profile, step: Step, replica: Replica) -> _Drawn:
+    loads = chunk_loads(replica.chunks, step.sequences)
+    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
+    recompute_s = np.array(replica.recompute) * costs.recompute_s
+    seconds = [_seconds(costs, recompute_s, stage, program) for stage, program in enumerate(replica.programs)]
+    timeline = simulate(replica.programs, seconds, costs.transfer_s.tolist())
+    memory = tuple(
+        replay_memory(profile, header.stages, stage, step.sequences, loads, costs, program, replica.recompute[stage])
+        for stage, program in enumerate(replica.programs)
+    )
+    numbers = (timeline.makespan_s, *(float(trace.during.max()) for trace in memory))
+    if not all(map(math.isfinite, numbers)):
+        raise ArithmeticError("they overflow")
+    return _Drawn(timeline, recompute_s, memory)
+
+
+def _seconds(costs: Costs, recompute_s: Floats, stage: int, program: SequenceOf[Op]) -> list[float]:
+    forward = costs.forward_s[stage].tolist()
+    backward = (costs.backward_s[stage] + recompute_s[stage]).tolist()
+    return [(forward if op.kind == OpKind.FORWARD else backward)[op.chunk] for op in program]

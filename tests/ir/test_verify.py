@@ -34,6 +34,7 @@ from infinipipe.ir import (
     verify_step,
 )
 from infinipipe.ir.plan import OpKind
+from infinipipe.ir.store import PlanWriter
 from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
@@ -77,10 +78,11 @@ def with_slices(chunk: int, *slices: Slice, number: int = 1) -> Step:
 def test_valid_plans_pass(tmp_path: Path, num_stages: int, num_replicas: int, split: bool) -> None:
     header = make_header(num_stages, num_replicas)
     steps = write_plan(tmp_path / "plan", header, split=split)
-    seen: list[None] = []
+    seen: list[Step] = []
     with open_plan(tmp_path / "plan") as reader:
-        report = verify_plan(reader, on_step=lambda: seen.append(None))
-    assert len(seen) == report.num_steps == 2
+        report = verify_plan(reader, on_step=seen.append)
+    assert seen == steps
+    assert report.num_steps == 2
     assert report.num_tokens == 160
     assert report.num_chunks == sum(len(r.chunks) for s in steps for r in s.replicas)
     assert report.num_slices == 18
@@ -167,8 +169,8 @@ def test_deadlock_is_named_on_all_its_stages() -> None:
         step = with_program(stage, text, number=0, step=step)
     message = refused(step, header)
     assert message.startswith("step 0, replica 0, stage ")
-    assert "op 0F3 waits for stage 1 to receive it: 0F0 0F1 0F2 >>0F3<< 0F4 0B0 0B1 ..." in message
-    assert "op 1B1 waits for stage 0 to receive it: 1F0 1B0 1F1 >>1B1<< 1F2 1B2 1F3 ..." in message
+    assert "op 0F3 waits for stage 1 to post its receive: 0F0 0F1 0F2 >>0F3<< 0F4 0B0 0B1 ..." in message
+    assert "op 1B1 waits for stage 0 to post its receive: 1F0 1B0 1F1 >>1B1<< 1F2 1B2 1F3 ..." in message
 
 
 def test_a_backward_needed_before_its_forward_was_sent_is_a_deadlock() -> None:
@@ -302,6 +304,23 @@ def with_profile(profile: bytes) -> Header:
     return replace(HEADER, profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
 
 
+CONTRADICTIONS = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 9,
+    "hidden_size": 65,
+    "intermediate_size": 127,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "vocab_size": "256",
+    "tie_word_embeddings": True,
+}
+
+
+def with_config(key: str, value: object) -> Header:
+    return make_header(num_stages=3, model=make_model(config=msgspec.json.encode({key: value}).decode()))
+
+
 HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("version", replace(HEADER, format_version=2), "format 2, not 1"),
     ("no stage", replace(HEADER, stages=()), "no stage"),
@@ -321,6 +340,10 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("no width", replace(HEADER, model=replace(HEADER.model, head_dim=0)), "the model's head_dim is 0"),
     ("config", replace(HEADER, model=replace(HEADER.model, config="[1]")), "config is not a JSON object"),
     ("deep config", replace(HEADER, model=replace(HEADER.model, config="[" * 10**5)), "config is not a JSON object"),
+    *(
+        (f"config {key}", with_config(key, value), f"config says {key} {value!r}, its ")
+        for key, value in CONTRADICTIONS.items()
+    ),
     ("dataset", replace(HEADER, dataset=replace(HEADER.dataset, num_sequences=0)), "dataset.num_sequences is 0"),
     ("digest", replace(HEADER, dataset=replace(HEADER.dataset, sha256="x")), "dataset.sha256 is not a sha256"),
     ("profile", replace(HEADER, profile=msgspec.Raw(b"\x80")), "profile_sha256 is not the digest of the profile"),
@@ -343,6 +366,51 @@ def test_corrupt_headers_are_refused(header: Header, expected: str) -> None:
     with pytest.raises(VerifyError, match=r"^header: ") as caught:
         verify_header(header)
     assert expected in str(caught.value)
+
+
+def test_configs_may_leave_defaults_out() -> None:
+    verify_header(with_config("head_dim", None))
+    verify_header(with_config("head_dim", 16))
+
+
+def test_a_row_comes_again_only_when_all_have_come(tmp_path: Path) -> None:
+    def write(num_rows: int, *batches: tuple[int, ...]) -> None:
+        dataset = replace(HEADER.dataset, num_sequences=num_rows, num_tokens=2**62)
+        header = make_header(num_steps=len(batches), dataset=dataset)
+        with PlanWriter(tmp_path / "plan", header) as writer:
+            for index, rows in enumerate(batches):
+                step = make_step(header, index, lengths=[5] * len(rows))
+                sequences = tuple(replace(s, row=row) for s, row in zip(step.sequences, rows, strict=True))
+                writer.append(replace(step, sequences=sequences))
+
+    def check() -> None:
+        with open_plan(tmp_path / "plan") as reader:
+            verify_plan(reader)
+
+    write(5, (0, 4), (1, 3), (2,), (3, 0), (4,))
+    check()
+    write(2**62, (0, 2**62 - 1), (1, 3), (64,), (65,))
+    check()
+    write(5, (0, 4), (1, 3), (2,), (3, 0), (3,))
+    with pytest.raises(VerifyError, match=r"plan: step 4: sequence 0 is row 3 again, with 2 of 5 rows seen; compile"):
+        check()
+
+
+def test_steps_that_need_receives_posted_ahead_are_counted(tmp_path: Path) -> None:
+    """Without, 1F1B stands still: F goes down while B comes up."""
+    header = make_header(num_stages=2, num_steps=2)
+    eager = make_step(header, 0, lengths=(16, 16, 16))
+    patient = make_step(header, 1, lengths=(16, 16, 16))
+    for stage in (0, 1):
+        text = " ".join(f"{stage}F{c} {stage}B{c}" for c in range(3))
+        patient = with_program(stage, text, number=0, step=patient)
+    eager = with_program(0, "0F0 0F1 0B0 0F2 0B1 0B2", number=0, step=eager)
+    eager = with_program(1, "1F0 1B0 1F1 1B1 1F2 1B2", number=0, step=eager)
+    with PlanWriter(tmp_path / "plan", header) as writer:
+        writer.append(eager)
+        writer.append(patient)
+    with open_plan(tmp_path / "plan") as reader:
+        assert verify_plan(reader).num_rendezvous_steps == 1
 
 
 def test_readers_verify_what_they_read_and_name_the_file(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import numpy as np
 from infinipipe.ir import Sequence
 from infinipipe.planner.partition import make_stages
 from infinipipe.planner.problem import Pipeline, Problem
-from infinipipe.profiles import Curve, LayerTime, Line, Profile, read_model
+from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.cost import static_bytes
+from infinipipe.profiles.models import model_from_config
 
 ROOMY = 2**62
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
@@ -24,11 +25,19 @@ _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 @cache
 def toy_profile(num_layers: int = 6) -> Profile:
     """Return a profile in which one token of one layer takes 1 s in F and 2 s in B, attention and overhead some."""
-    profile = analytic_profile(msgspec.structs.replace(read_model("tiny"), num_layers=num_layers), "a800-80g")
+    model = model_from_config("tiny", PRESETS["tiny"] | {"num_hidden_layers": num_layers})
+    profile = analytic_profile(model, "a800-80g")
 
     def layer(scale: float) -> LayerTime:
         curve = Curve(tokens=(2, 4, 64), seconds=(2.5 * scale, 4.2 * scale, 64 * scale))
-        return LayerTime(curve=curve, s_per_pair=0.02 * scale, s_per_slice=0.01 * scale)
+        return LayerTime(
+            curve=curve,
+            s_per_pair=0.02 * scale,
+            s_per_slice=0.01 * scale,
+            s_per_context=0.02 * scale,
+            s_per_context_token=0.001 * scale,
+            s_per_continued_token=0.01 * scale,
+        )
 
     def ends(scale: float) -> Curve:
         return Curve(tokens=(1, 64), seconds=(scale, 64 * scale))
