@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import unicodedata
 
 import msgspec
 
 from infinipipe.errors import VerifyError
 from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
+
+# Kernels count with 32 bits.
+_MOST = 2**31 - 1
 
 
 def check_header_version(header: Header) -> None:
@@ -78,23 +82,39 @@ def check_stages(header: Header) -> None:
         raise VerifyError(f"header: the stages hold {layer} layers, the model has {header.model.num_layers}")
 
 
+def check_names(header: Header) -> None:
+    """Names have no control characters, and can be written in UTF-8."""
+    names = {
+        "model.name": header.model.name,
+        "model.tokenizer": header.model.tokenizer,
+        "dataset.path": header.dataset.path,
+        "dataset.tokenizer": header.dataset.tokenizer,
+        "policy": header.policy,
+        "infinipipe_version": header.infinipipe_version,
+    }
+    for field, name in names.items():
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+            raise VerifyError(f"header: {field} {name!a} has a character that no plan can hold; choose another name")
+
+
 def check_header_numbers(header: Header) -> None:
     """Counts, limits and lengths of the header are possible."""
-    least = {
-        "num_replicas": (header.num_replicas, 1),
-        "sequence_parallel": (header.sequence_parallel, 1),
-        "batch_size": (header.batch_size, 1),
-        "num_steps": (header.num_steps, 1),
-        "seed": (header.seed, 0),
-        "max_length": (1 if header.max_length is None else header.max_length, 1),
-        "logits_tokens": (header.logits_tokens, 1),
-        "dataset.num_sequences": (header.dataset.num_sequences, 1),
-        "dataset.num_tokens": (header.dataset.num_tokens, header.dataset.num_sequences),
-        "dataset.num_truncated": (header.dataset.num_truncated, 0),
+    info = header.dataset
+    possible = {
+        "num_replicas": (header.num_replicas, 1, _MOST),
+        "sequence_parallel": (header.sequence_parallel, 1, _MOST),
+        "batch_size": (header.batch_size, 1, _MOST),
+        "num_steps": (header.num_steps, 1, _MOST),
+        "seed": (header.seed, 0, 2**63 - 1),
+        "max_length": (1 if header.max_length is None else header.max_length, 1, _MOST),
+        "logits_tokens": (header.logits_tokens, 1, _MOST),
+        "dataset.num_sequences": (info.num_sequences, 1, 2**63 - 1),
+        "dataset.num_tokens": (info.num_tokens, info.num_sequences, 2**63 - 1),
+        "dataset.num_truncated": (info.num_truncated, 0, info.num_sequences if header.max_length else 0),
     }
-    for name, (value, minimum) in least.items():
-        if value < minimum:
-            raise VerifyError(f"header: {name} is {value}, less than {minimum}")
+    for name, (value, least, most) in possible.items():
+        if not least <= value <= most:
+            raise VerifyError(f"header: {name} is {value}; expected {least} to {most}")
 
 
 def check_sequence_parallel(header: Header) -> None:
@@ -148,6 +168,7 @@ HEADER_RULES = (
     check_header_version,
     check_model,
     check_config,
+    check_names,
     check_stages,
     check_header_numbers,
     check_sequence_parallel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import struct
 import zlib
@@ -15,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from infinipipe.errors import PlanFileError, VerifyError
-from infinipipe.ir.plan import FORMAT_VERSION, Step
+from infinipipe.ir.plan import FORMAT_VERSION, Header, Step
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ TRAILER_BYTES = _TRAILER.size
 _OPENING = re.compile(rb"(?:[\x80-\x8f]|\xde..)\xaeformat_version([\x00-\x7f])", re.DOTALL)
 OPENING_BYTES = 64
 
+MOST_HEADER_BYTES = 1 << 20
+"""Small objects take a hundred times the memory of their bytes; a real header has some 20 kB."""
+
 
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sums over all steps."""
@@ -44,6 +48,11 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     makespan_s: float = 0.0
     bound_s: float = 0.0
     step_s: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the times are numbers."""
+        return all(map(math.isfinite, (self.makespan_s, self.bound_s, self.step_s)))
 
     def plus(self, step: Step) -> Totals:
         """Return the sums with one more step."""
@@ -120,11 +129,18 @@ def _unpacked(code: str, data: bytes) -> array[int]:
     return numbers
 
 
+def decode_header(path: Path, data: bytes) -> Header:
+    """Decode a header, whose size is bounded as its profile may hold anything."""
+    if len(data) > MOST_HEADER_BYTES:
+        raise damaged(path, f"its header has {len(data)} bytes, more than {MOST_HEADER_BYTES}")
+    return decode(path, data, Header, "header")
+
+
 def decode(path: Path, data: bytes, type_: type[T], what: str) -> T:
     """Decode one typed object; msgspec bounds counts by the bytes there are, and nesting by the interpreter's limit."""
     try:
         return msgspec.msgpack.decode(data, type=type_)
-    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError, MemoryError) as error:
         raise damaged(path, f"its {what} is not as the format says: {error}") from None
 
 

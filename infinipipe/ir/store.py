@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Self, TypeVar
+from typing import BinaryIO, Self
 
 import msgspec
 
@@ -28,8 +28,6 @@ from infinipipe.ir import files, layout
 from infinipipe.ir.layout import Index, Totals
 from infinipipe.ir.plan import Header, Step
 from infinipipe.ir.verify import verify_header, verify_step
-
-T = TypeVar("T")
 
 
 class PlanWriter:
@@ -101,6 +99,11 @@ class PlanWriter:
 
     def _begin(self) -> None:
         header = self._encoder.encode(self.header)
+        if len(header) > layout.MOST_HEADER_BYTES:
+            raise PlanFileError(
+                f"{layout.shown(self.path)}: the header has {len(header)} bytes, more than {layout.MOST_HEADER_BYTES}; "
+                "choose another profile with --profile"
+            )
         for number, data in enumerate(files.complete_objects(self._file) if self._resume else ()):
             if number == 0 and data != header:
                 raise self._other_header(data)
@@ -125,7 +128,12 @@ class PlanWriter:
         return True
 
     def _other_header(self, data: bytes) -> PlanFileError:
-        found = layout.decode(self._temporary, data, Header, "header")
+        try:
+            found = layout.decode_header(self._temporary, data)
+        except PlanFileError:
+            return PlanFileError(
+                f"{layout.shown(self._temporary)}: was begun by another infinipipe; compile without --resume"
+            )
         names = [name for name in found.__struct_fields__ if getattr(found, name) != getattr(self.header, name)]
         return PlanFileError(
             f"{layout.shown(self._temporary)}: was begun with another {', '.join(names)}; compile without --resume"
@@ -183,7 +191,9 @@ class PlanReader:
             self._index_offset, index = _read_index(path, self._file)
             self._offsets, self._crc32s = layout.unpack_index(path, index, self._index_offset)
             self.sha256, self.totals = index.sha256, index.totals
-            self.header = self._decoded(0, Header, "header")
+            self.header = layout.decode_header(path, self._checked(0, "header"))
+            if not self.totals.finite:
+                raise layout.damaged(path, "its totals are not finite")
             if self.header.num_steps != self.num_steps or self.totals.num_steps != self.num_steps:
                 raise layout.damaged(path, f"the file holds {self.num_steps} steps, its header promises another number")
             with layout.named_faults(path):
@@ -208,7 +218,8 @@ class PlanReader:
             raise PlanFileError(
                 f"{layout.shown(self.path)}: no step {index}; choose 0 to {self.num_steps - 1} with --step"
             )
-        step = self._decoded(index + 1, Step, f"step {index}")
+        what = f"step {index}"
+        step = layout.decode(self.path, self._checked(index + 1, what), Step, what)
         if step.index != index:
             raise layout.damaged(self.path, f"step {index} says it is step {step.index}")
         with layout.named_faults(self.path):
@@ -250,13 +261,13 @@ class PlanReader:
     def _read(self, offset: int, size: int) -> bytes:
         return files.read_at(self.path, self._file, offset, size)
 
-    def _decoded(self, number: int, type_: type[T], what: str) -> T:
+    def _checked(self, number: int, what: str) -> bytes:
         start = self._offsets[number]
         stop = self._offsets[number + 1] if number < self.num_steps else self._index_offset
         data = self._read(start, stop - start)
         if zlib.crc32(data) != self._crc32s[number]:
             raise layout.damaged(self.path, f"the checksum of its {what} does not match")
-        return layout.decode(self.path, data, type_, what)
+        return data
 
 
 def open_plan(path: Path) -> PlanReader:

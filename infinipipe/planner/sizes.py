@@ -19,4 +19,4 @@ def chunk_overhead_s(pipeline: Pipeline) -> float:
 def most_chunk_tokens(pipeline: Pipeline) -> int:
     """Return how many tokens a chunk can have: its activations must be indexable with 32 bits."""
     model = pipeline.profile.model
-    return int((2**31 - 1) // max(model.hidden_size, model.num_heads * model.head_dim, 1))
+    return int((2**31 - 1) // max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size, 1))

@@ -19,7 +19,7 @@ from infinipipe.errors import PlanFileError
 from infinipipe.ir import Header, PlanWriter, Step, open_plan
 from infinipipe.ir.layout import Index, make_trailer
 from infinipipe.ir.verify import verify_plan
-from tests.plans import make_header, make_step, write_plan
+from tests.plans import make_header, make_model, make_step, write_plan
 
 
 @pytest.fixture
@@ -399,6 +399,18 @@ def test_resume_with_other_inputs_names_them_and_keeps_the_file(path: Path, head
     assert path.with_name(PARTIAL).read_bytes() == data
 
 
+def test_resume_of_what_another_version_began_says_how_to_go_on(path: Path, header: Header) -> None:
+    data = interrupted(path, header, 2)
+    at = data.index(b"format_version") + len(b"format_version")
+    for other in (data[:at] + b"\x02" + data[at + 1 :], data.replace(b"seed", b"deed", 1)):
+        path.with_name(PARTIAL).write_bytes(other)
+        with pytest.raises(
+            PlanFileError,
+            match=r"partial: was begun (by another infinipipe|with another format_version); compile without --resume$",
+        ):
+            resume(path, header)
+
+
 def test_without_resume_a_compile_starts_anew(path: Path, header: Header, whole: bytes) -> None:
     interrupted(path, header, 2)
     write_plan(path, header)
@@ -425,6 +437,51 @@ def test_a_full_disk_is_one_clear_error(path: Path, header: Header, monkeypatch:
     assert os.listdir(path.parent) == []
 
 
+def test_headers_that_would_fill_the_memory_are_not_decoded(path: Path) -> None:
+    """Twenty million empty lists in a header of 20 MB would be more than a gigabyte."""
+    write_plan(path)
+    header, *steps = objects_of(path)[:-2]
+    assert isinstance(header, dict)
+    size = 20 * 2**20
+    fields = b"".join(msgpack.packb(part) for pair in header.items() if pair[0] != "profile" for part in pair)
+    profile = b"\x81\xa1a\xdd" + size.to_bytes(4) + b"\x90" * size
+    start = b"\xde" + len(header).to_bytes(2)
+    rewrite(path, [start + fields + msgpack.packb("profile") + profile, *steps])
+    tracemalloc.start()
+    message = refused(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "its header has 20972" in message
+    assert peak < 3 * size
+
+
+def test_plans_that_nobody_could_read_are_not_written(path: Path) -> None:
+    profile = msgspec.msgpack.encode({"model": make_model(), "dtype": "float32", "samples": [0] * 2**20})
+    header = make_header(profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
+    with pytest.raises(PlanFileError, match=r"the header has 104.* bytes, more than 1048576; .* with --profile"):
+        write_plan(path, header)
+    assert os.listdir(path.parent) == []
+
+
+def test_totals_are_finite(path: Path) -> None:
+    write_plan(path)
+    *objects, index, _ = objects_of(path)
+    assert isinstance(index, dict)
+    for name in ("makespan_s", "bound_s", "step_s"):
+        rewrite(path, objects, index["totals"] | {name: float("inf")})
+        assert "its totals are not finite" in refused(path)
+
+
+def test_a_step_for_which_memory_does_not_suffice_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_plan(path)
+
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(msgspec.msgpack, "decode", full)
+    assert "damaged" in refused(path)
+
+
 def test_memory_does_not_grow_with_the_number_of_steps(path: Path) -> None:
     peaks = []
     for num_steps in (200, 1000):
@@ -440,4 +497,4 @@ def test_memory_does_not_grow_with_the_number_of_steps(path: Path) -> None:
             reader.check_all()
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 800 * 100
+    assert peaks[1] < peaks[0] + 800 * 200  # a step has ten times as many bytes

@@ -252,9 +252,10 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
     ("row twice", with_sequence(3, row=STEP.sequences[0].row), "sequence 3 repeats row 16"),
     ("denominator", replace(STEP, denominator=73), "step 2: the denominator is 73; its sequences give 74"),
     ("other targets", with_sequence(0, num_targets=5), "the denominator is 74; its sequences give 73"),
-    ("nan", replace(STEP, makespan_s=NAN), "expected finite times"),
-    ("inf", replace(STEP, step_s=INF), "expected finite times"),
-    ("negative", replace(STEP, bound_s=-1.0), "expected finite times"),
+    ("nan", replace(STEP, makespan_s=NAN), "expected 0 to 1e+12"),
+    ("inf", replace(STEP, step_s=INF), "expected 0 to 1e+12"),
+    ("for ever", replace(STEP, step_s=1e308), "expected 0 to 1e+12"),
+    ("negative", replace(STEP, bound_s=-1.0), "expected 0 to 1e+12"),
     ("bound over makespan", replace(STEP, bound_s=1.1), "must not fall"),
     ("makespan over step", replace(STEP, step_s=0.9), "must not fall"),
     ("replica missing", replace(STEP, replicas=STEP.replicas[:1]), "step 2: 1 replicas; the header has 2"),
@@ -283,6 +284,9 @@ def test_max_length_and_kernel_sizes() -> None:
     verify_step(replace(HEADER, max_length=40), STEP)
     wide = replace(HEADER, model=replace(HEADER.model, num_heads=2**20, num_kv_heads=2**20, head_dim=128))
     assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(STEP, wide)
+    wide = replace(HEADER, model=replace(HEADER.model, intermediate_size=2**27))
+    assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(STEP, wide)
+    verify_step(replace(HEADER, model=replace(HEADER.model, intermediate_size=2**27 - 1)), STEP)
 
 
 def test_both_loss_norms() -> None:
@@ -317,6 +321,10 @@ CONTRADICTIONS = {
 }
 
 
+def with_dataset(**changes: Any) -> Header:
+    return replace(HEADER, dataset=replace(HEADER.dataset, **changes))
+
+
 def with_config(key: str, value: object) -> Header:
     return make_header(num_stages=3, model=make_model(config=msgspec.json.encode({key: value}).decode()))
 
@@ -334,6 +342,15 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("steps", replace(HEADER, num_steps=0), "num_steps is 0"),
     ("max length", replace(HEADER, max_length=0), "max_length is 0"),
     ("logits", replace(HEADER, logits_tokens=0), "logits_tokens is 0"),
+    ("many logits", replace(HEADER, logits_tokens=2**31), "logits_tokens is 2147483648; expected 1 to 2147483647"),
+    ("truncated", with_dataset(num_truncated=1), "num_truncated is 1; expected 0 to 0"),
+    ("too many truncated", replace(with_dataset(num_truncated=101), max_length=9), "is 101; expected 0 to 100"),
+    ("path with newline", with_dataset(path="a\nb"), "dataset.path 'a\\nb' has a character that no plan can hold"),
+    ("path with NUL", with_dataset(path="a\0b"), "dataset.path 'a\\x00b' has a character"),
+    ("path not UTF-8", with_dataset(path="caf\udce9"), "dataset.path 'caf\\udce9' has a character"),
+    ("tokenizer", with_dataset(tokenizer="\x1b[2J"), "dataset.tokenizer '\\x1b[2J' has a character"),
+    ("policy", replace(HEADER, policy="\r"), "policy '\\r' has a character"),
+    ("name", make_header(num_stages=3, model=make_model(name="\x9b")), "model.name '\\x9b' has a character"),
     ("limits", replace(HEADER, memory_limit_bytes=(1, 2)), "2 memory limits for 3 stages"),
     ("limit 0", replace(HEADER, memory_limit_bytes=(1, 0, 1)), "or one is not positive"),
     ("heads", replace(HEADER, model=replace(HEADER.model, num_kv_heads=3)), "4 heads cannot share 3"),
@@ -423,7 +440,7 @@ def test_readers_verify_what_they_read_and_name_the_file(tmp_path: Path) -> None
         with pytest.raises(VerifyError, match=r".*/plan: step 0, replica 0, stage 1: a predicted peak .*" + end):
             verify_plan(reader)
     write_plan(tmp_path / "plan", make_header(logits_tokens=0))
-    with pytest.raises(VerifyError, match=r".*/plan: header: logits_tokens is 0, less than 1" + end):
+    with pytest.raises(VerifyError, match=r".*/plan: header: logits_tokens is 0; expected 1 to 2147483647" + end):
         open_plan(tmp_path / "plan")
 
 
