@@ -101,8 +101,10 @@ def profile(model: str, output: Path, device: str, analytic: str | None) -> None
 
     MODEL is a preset (tiny, llama-7b, llama-13b, llama-30b, ...), a Hugging Face model directory or a config.json.
     """
+    from infinipipe.outputs import check_output
     from infinipipe.profiles import read_model, write_profile
 
+    check_output(output, "--output", Path(model))
     shape = read_model(model)
     if analytic is not None:
         from infinipipe.profiles.analytic import analytic_profile
@@ -154,6 +156,7 @@ def compile_(
     """
     from infinipipe.dataset import open_dataset
     from infinipipe.ir.store import open_plan
+    from infinipipe.outputs import check_output
     from infinipipe.planner.compile import compile_plan
     from infinipipe.planner.options import CompileOptions
     from infinipipe.profiles import read_profile
@@ -169,6 +172,7 @@ def compile_(
         policy=policy,
         loss_norm=loss_norm,
     )
+    check_output(output, "--output", dataset, profile_path)
     costs = read_profile(profile_path)
     with _progress("read") as progress:
         data = open_dataset(dataset, costs.model.tokenizer, costs.model.vocabulary_size, max_length, progress)
@@ -239,9 +243,10 @@ def compare(
 @click.option("--step", "index", type=click.IntRange(min=0), metavar="K", help="Show step K whole.")
 @click.option("--all", "everything", is_flag=True, help="Show the header and every step whole, one a line.")
 @click.option("--table", is_flag=True, help="Show tables instead of JSON; with --step that step's chunks and programs.")
-@click.option("--html", type=_PATH, metavar="FILE", help="Write a page that draws every step's timeline.")
+@click.option("--html", type=_PATH, metavar="FILE", help="Write a page that draws timelines.  [default: every step's]")
 @click.option("--trace", type=_PATH, metavar="FILE", help="Write a step's timeline for Perfetto.  [default: step 0]")
 @click.option("--csv", type=_PATH, metavar="FILE", help="Write a step's programs for torch.  [default: step 0]")
+@click.option("--replica", type=click.IntRange(min=0), metavar="N", default=0, help="Whose programs --csv writes.")
 @click.option("--schema", is_flag=True, help="Show the JSON Schema of all that inspect shows.")
 def inspect(
     plan: Path,
@@ -251,17 +256,24 @@ def inspect(
     html: Path | None,
     trace: Path | None,
     csv: Path | None,
+    replica: int,
     schema: bool,
 ) -> None:
     """Show PLAN as JSON: the header, totals and a summary of each step."""
     from infinipipe.ir.store import open_plan
+    from infinipipe.outputs import check_output
 
-    files = any((html, trace, csv))
-    if everything + table + schema + files > 1 or (index is not None and (everything or schema)):
+    views = {"--html": html, "--trace": trace, "--csv": csv}
+    files = {option: path for option, path in views.items() if path is not None}
+    if everything + table + schema + bool(files) > 1 or (index is not None and (everything or schema)):
         raise click.UsageError("choose one of --all, --table, --schema and files to write; --step is for one step")
+    if len(set(files.values())) < len(files):
+        raise click.UsageError("give every view a file of its own")
+    for option, path in files.items():
+        check_output(path, option, plan)
     with open_plan(plan) as reader:
         if files:
-            _write_views(reader, index or 0, html, trace, csv)
+            _write_views(reader, index, replica, files)
         elif table:
             _print_plan_tables(reader, index)
         else:
@@ -381,20 +393,22 @@ def _print_documents(reader: PlanReader, index: int | None, everything: bool, sc
 
     if everything:
         click.echo(_json(header_document(reader.header)))
-        for step in reader:
+        for step in _steps(reader):
             click.echo(_json(step_document(reader.header, step)))
     elif schema:
         click.echo(_json(plan_schema(), indent=2))
     elif index is not None:
         click.echo(_json(step_document(reader.header, reader.step(index)), indent=2))
     else:
-        click.echo(_json(plan_document(reader), indent=2))
+        click.echo(_json(plan_document(reader, _steps(reader)), indent=2))
 
 
 def _print_plan_tables(reader: PlanReader, index: int | None) -> None:
     from infinipipe.ir.table import plan_tables, step_tables
 
-    _print_tables(plan_tables(reader) if index is None else step_tables(reader.header, reader.step(index)))
+    _print_tables(
+        plan_tables(reader, _steps(reader)) if index is None else step_tables(reader.header, reader.step(index))
+    )
 
 
 def _print_tables(tables: RenderableType) -> None:
@@ -404,10 +418,19 @@ def _print_tables(tables: RenderableType) -> None:
     Console(width=None if sys.stdout.isatty() else 120).print(tables)
 
 
-def _write_views(reader: PlanReader, index: int, html: Path | None, trace: Path | None, csv: Path | None) -> None:
+def _steps(reader: PlanReader) -> Iterator[Step]:
+    """Yield every step and show how many there have been."""
+    with _progress("read") as progress:
+        for step in reader:
+            yield step
+            progress(step.index + 1, reader.num_steps)
+
+
+def _write_views(reader: PlanReader, index: int | None, replica: int, files: dict[str, Path]) -> None:
     from infinipipe.ir.layout import named_faults
     from infinipipe.ir.page import plan_page
     from infinipipe.ir.timeline import Span, chrome_trace, schedule_csv
+    from infinipipe.outputs import write_output
     from infinipipe.planner.redraw import step_spans
 
     header = reader.header
@@ -416,21 +439,24 @@ def _write_views(reader: PlanReader, index: int, html: Path | None, trace: Path 
         with named_faults(reader.path):
             return step_spans(header, step)
 
-    if html is not None:
-        _write(html, plan_page(header, ((step, spans(step)) for step in reader)))
-    if trace is not None:
-        step = reader.step(index)
-        _write(trace, _json(chrome_trace(header, step, spans(step))))
-    if csv is not None:
-        _write(csv, "".join(schedule_csv(replica) for replica in reader.step(index).replicas))
+    def page() -> str:
+        steps = _steps(reader) if index is None else [reader.step(index)]
+        return plan_page(header, ((step, spans(step)) for step in steps))
 
+    def trace() -> str:
+        step = reader.step(index or 0)
+        return _json(chrome_trace(header, step, spans(step)))
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; choose another file") from None
-    _say(f"{path}: written")
+    def csv() -> str:
+        replicas = reader.step(index or 0).replicas
+        if replica >= len(replicas):
+            raise InputError(f"{reader.path}: no replica {replica}; choose 0 to {len(replicas) - 1} with --replica")
+        return schedule_csv(replicas[replica])
+
+    makers = {"--html": page, "--trace": trace, "--csv": csv}
+    for option, path in files.items():
+        write_output(path, option, makers[option]())
+        _say(f"{path}: written")
 
 
 def _json(document: object, indent: int = 0) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -107,13 +108,47 @@ def test_compile_refuses_bad_lines(folder: Path, call: Call, lines: list[object]
         ("compile dataset.jsonl --stages 9", ["--stages 9", "8 layers"]),
         ("compile dataset.jsonl --policy best", ["--policy best", "epp"]),
         ("compile dataset.jsonl -o nowhere/plan.msgpack", ["nowhere/plan.msgpack", "--output"]),
+        # Found before the work begins: here there is nothing to work with.
+        ("compile nowhere.jsonl -o .", [".", "directory", "--output"]),
+        ("compile nowhere.jsonl -o /", ["/", "directory", "--output"]),
+        ("compile nowhere.jsonl -o /dev/null", ["/dev/null", "not a regular file", "--output"]),
+        ("compile nowhere.jsonl -p dataset.jsonl -o dataset.jsonl", ["dataset.jsonl", "overwrite", "--output"]),
+        ("compile dataset.jsonl -o dataset.jsonl", ["dataset.jsonl", "overwrite an input", "--output"]),
+        ("compile dataset.jsonl -o linked.jsonl", ["linked.jsonl", "overwrite an input", "--output"]),
+        ("compile plan.partial -o plan", ["plan", "overwrite an input", "--output"]),
+        ("compile dataset.jsonl -o profile.json", ["profile.json", "overwrite an input", "--output"]),
+        ("profile nomodel -o .", [".", "directory", "--output"]),
+        ("profile profile.json --analytic a100-80g -o profile.json", ["overwrite an input", "--output"]),
         ("profile nomodel", ["nomodel", "tiny"]),
         ("profile --analytic abacus", ["abacus", "a800-80g"]),
         ("profile --analytic a100-80g -o nowhere/profile.json", ["nowhere/profile.json", "--output"]),
     ],
 )
 def test_planning_refuses(folder: Path, call: Call, arguments: str, words: list[str]) -> None:
+    (folder / "linked.jsonl").symlink_to("dataset.jsonl")
+    (folder / "plan.partial").write_text("")
     assert_refused(call, folder, arguments, *words)
+
+
+def test_an_empty_name_is_no_output(folder: Path, call: Call, plan: Path) -> None:
+    before = snapshot(folder)
+    commands = ["profile", "-o", ""], ["compile", "dataset.jsonl", "-o", ""], ["inspect", plan, "--csv", ""]
+    for command in commands:
+        code, out, err = call(*command)
+        assert (code, out) == (1, "")
+        assert err.startswith("error: .: is a directory; choose another file with --")
+    assert snapshot(folder) == before
+
+
+def test_a_dataset_whose_name_is_not_utf_8_is_refused_by_name(folder: Path, call: Call) -> None:
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    (folder / "dataset.jsonl").rename(folder / name)
+    code, out, err = call("compile", name)
+    assert (code, out) == (1, "")
+    assert err == (
+        "error: header: dataset.path 'caf\\udce9.jsonl' has a character that no plan can hold; choose another name\n"
+    )
+    assert not (folder / "plan.msgpack").exists()
 
 
 def test_compile_without_profile_says_how_to_make_one(folder: Path, call: Call) -> None:
@@ -141,6 +176,11 @@ def test_a_failed_compile_keeps_the_plan_that_was_there(folder: Path, call: Call
         ("inspect cut.msgpack", ["cut.msgpack", "damaged"]),
         ("inspect plan.msgpack --trace nowhere/o.json", ["nowhere/o.json", "another file"]),
         ("inspect plan.msgpack --step 3", ["no step 3", "--step"]),
+        ("inspect plan.msgpack --html o.html --step 3", ["no step 3", "--step"]),
+        ("inspect plan.msgpack --csv o.csv --replica 1", ["no replica 1", "choose 0 to 0 with --replica"]),
+        ("inspect plan.msgpack --csv plan.msgpack", ["overwrite an input", "--csv"]),
+        ("inspect plan.msgpack --html ./plan.msgpack", ["overwrite an input", "--html"]),
+        ("inspect plan.msgpack --trace .", ["directory", "--trace"]),
         ("verify cut.msgpack", ["cut.msgpack", "damaged"]),
         ("verify plan.msgpack --data other.jsonl", ["other.jsonl", "not the dataset", "--data"]),
         ("verify plan.msgpack --data nowhere.jsonl", ["nowhere.jsonl", "--data"]),
@@ -188,6 +228,7 @@ def test_lengths_can_be_planned_but_not_run(folder: Path, call: Call) -> None:
         "inspect",
         "inspect plan.msgpack --step 0 --all",
         "inspect plan.msgpack --table --html o.html",
+        "inspect plan.msgpack --trace o --html o",
         "inspect plan.msgpack --step -1",
         "run plan.msgpack --device tpu",
         "train",
@@ -252,7 +293,30 @@ def test_inspect_shows_and_writes_views(folder: Path, call: Call, plan: Path) ->
     assert json.loads((folder / "o.json").read_text())["traceEvents"]
     rows = (folder / "o.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["0F0", "1F0"]
-    assert "<html" in (folder / "o.html").read_text()[:200]
+    page = (folder / "o.html").read_text()
+    assert "<html" in page[:200]
+    assert '"steps":[{"index":1,' in page
+    assert '{"index":0,' not in page
+    assert call("inspect", plan, "--html", "all.html")[0] == 0
+    assert all(f'{{"index":{k},"makespan"' in (folder / "all.html").read_text() for k in range(3))
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_failed_view_keeps_the_file_that_was_there(
+    folder: Path, call: Call, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "o.csv").write_text("mine")
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        with path.open("w") as file:
+            file.write("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, err = call("inspect", plan, "--csv", "o.csv")
+    assert (code, err) == (1, "error: o.csv: No space left on device; choose another file with --csv\n")
+    assert (folder / "o.csv").read_text() == "mine"
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_verify_says_what_it_checked(call: Call, plan: Path) -> None:
@@ -312,12 +376,13 @@ def test_compare_refuses_an_unknown_policy(folder: Path, call: Call) -> None:
 
 
 def test_an_interrupt_is_no_traceback(folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("infinipipe.planner.compile.compile_plan", interrupt)
     code, out, err = call("compile", "dataset.jsonl")
-    assert (code, out, err.strip()) == (130, "", "")
+    assert (code, out) == (130, "")
+    assert err.strip() == "plan.msgpack: interrupted; the same command with --resume goes on"
     assert not (folder / "plan.msgpack").exists()
 
 

@@ -82,6 +82,9 @@ def _steps_data(steps: Iterable[tuple[Step, SequenceOf[Span]]]) -> list[Data]:
 
 
 def _step_data(step: Step, spans: SequenceOf[Span]) -> Data:
+    by_replica: list[list[Span]] = [[] for _ in step.replicas]
+    for span in spans:
+        by_replica[span.replica].append(span)
     return {
         "index": step.index,
         "makespan": step.makespan_s,
@@ -90,8 +93,7 @@ def _step_data(step: Step, spans: SequenceOf[Span]) -> Data:
         "tokens": step.num_tokens,
         "sequences": len(step.sequences),
         "replicas": [
-            _replica_data(step, replica, [span for span in spans if span.replica == number])
-            for number, replica in enumerate(step.replicas)
+            _replica_data(step, replica, mine) for replica, mine in zip(step.replicas, by_replica, strict=True)
         ],
     }
 

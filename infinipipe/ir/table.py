@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from infinipipe.ir.plan import Header, Replica, Step
+from infinipipe.ir.layout import shown
+from infinipipe.ir.plan import Header, Op, Replica, Step
 from infinipipe.ir.store import PlanReader
 from infinipipe.ir.text import show_program
 from infinipipe.ir.view import StepSummary, chunk_kind, step_summary
 
-# A chunk may hold hundreds of sequences; a person reads the first.
-_MOST_SLICES = 6
+# A plan may hold any number of each; a person reads the first, and JSON has them all.
+_MOST_SLICES, _MOST_CHUNKS, _MOST_OPS, _MOST_STEPS = 6, 200, 400, 1000
 
 
-def plan_tables(reader: PlanReader) -> Group:
+def plan_tables(reader: PlanReader, steps: Iterable[Step]) -> Group:
     """Return the plan's title, its stages and a row for each step."""
     header = reader.header
-    summaries = [step_summary(step) for step in reader]
+    summaries = [step_summary(step) for step in steps]
     title = f"{header.model.name} by {header.policy}: {reader.num_steps} steps, {header.num_replicas} replicas"
     # Text, as names may look like markup.
-    return Group(Text(title, style="bold"), _stages_table(header, summaries), _steps_table(summaries))
+    return Group(
+        Text(shown(title), style="bold"),
+        _stages_table(header, summaries),
+        _steps_table(summaries[:_MOST_STEPS]),
+        *_more(len(summaries) - _MOST_STEPS, "steps"),
+    )
 
 
 def step_tables(header: Header, step: Step) -> Group:
@@ -34,9 +41,19 @@ def step_tables(header: Header, step: Step) -> Group:
             Text(f"step {step.index}, replica {number}", style="bold"),
             _predictions_table(header, replica),
             _chunks_table(step, replica),
-            *(Text(show_program(stage, program)) for stage, program in enumerate(replica.programs)),
+            *_more(len(replica.chunks) - _MOST_CHUNKS, "chunks"),
+            *(Text(_program(stage, program)) for stage, program in enumerate(replica.programs)),
         ]
     return Group(*parts)
+
+
+def _more(count: int, what: str) -> list[Text]:
+    return [Text(f"and {count:,} more {what}")] if count > 0 else []
+
+
+def _program(stage: int, program: SequenceOf[Op]) -> str:
+    rest = len(program) - _MOST_OPS
+    return show_program(stage, program[:_MOST_OPS]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def _stages_table(header: Header, summaries: SequenceOf[StepSummary]) -> Table:
@@ -87,19 +104,19 @@ def _predictions_table(header: Header, replica: Replica) -> Table:
 def _chunks_table(step: Step, replica: Replica) -> Table:
     table = _table("chunk", "kind", "tokens", "recompute", "rows [start, stop) of length")
     table.columns[-1].justify = "left"
-    for number, chunk in enumerate(replica.chunks):
-        shown = [
+    for number, chunk in enumerate(replica.chunks[:_MOST_CHUNKS]):
+        slices = [
             f"{step.sequences[s.sequence].row} [{s.start}, {s.stop}) of {step.sequences[s.sequence].length}"
             for s in chunk.slices[:_MOST_SLICES]
         ]
-        rest = len(chunk.slices) - len(shown)
+        rest = len(chunk.slices) - len(slices)
         table.add_row(
             str(number),
             chunk_kind(chunk, step.sequences),
             f"{chunk.num_tokens:,}",
             " ".join(str(counts[number]) for counts in replica.recompute),
             # Text, as brackets are markup.
-            Text(", ".join(shown) + (f" and {rest} more" if rest else "")),
+            Text(", ".join(slices) + (f" and {rest} more" if rest else "")),
         )
     return table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -139,13 +140,13 @@ def plan_schema() -> Document:
     }
 
 
-def plan_document(reader: PlanReader) -> Document:
+def plan_document(reader: PlanReader, steps: Iterable[Step]) -> Document:
     """Return what holds for the whole plan, and a summary of every step: a `PlanView` as plain data."""
     view = PlanView(
         sha256=reader.sha256,
         header=_header_view(reader.header),
         totals=reader.totals,
-        steps=tuple(step_summary(step) for step in reader),
+        steps=tuple(step_summary(step) for step in steps),
     )
     return _plain(view)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -66,14 +69,32 @@ def test_steps_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) ->
             taken.append(step.index)
             yield step, make_spans(step)
 
-    plan_page(HEADER, drawn())
+    page = plan_page(HEADER, drawn())
     assert taken == [0, 1]
+    assert [step["index"] for step in data_of(page)["steps"]] == [0]
+    assert data_of(page)["num_steps"] == 3
+
+
+def data_of(page: str) -> Any:
+    return json.loads(page.split('<script type="application/json" id="plan">')[1].split("</script>")[0])
+
+
+def test_a_page_that_lacks_steps_says_so(browser: Any, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+
+    show(browser, tmp_path, HEADER, STEPS[1:2])
+    assert browser.find_element(By.ID, "note").text == "1 of 3 steps are in this page; inspect --step chooses one"
+    assert [option.text for option in browser.find_elements(By.CSS_SELECTOR, "#step option")] == ["1"]
+    show(browser, tmp_path, HEADER, STEPS)
+    assert browser.find_element(By.ID, "note").text == ""
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
+        if os.environ.get("CI"):
+            pytest.fail("no chromium and chromedriver")
         pytest.skip("no chromium and chromedriver")
     from selenium import webdriver
 
@@ -149,6 +170,26 @@ def x_range(browser: Any) -> list[float]:
     return found
 
 
+def test_limits_and_bubbles_are_drawn(browser: Any, tmp_path: Path) -> None:
+    header = make_header(num_stages=3, num_replicas=2, memory_limit_bytes=(2**30, 3 * 2**30, 2**30))
+    show(browser, tmp_path, header, STEPS)
+    drawn = browser.execute_script(
+        "return document.getElementById('timeline').layout.shapes.map(shape => [shape.y0, shape.y1, shape.label.text])"
+    )
+    assert drawn == [[1, 1, "limit of stage 0, 2"], [3, 3, "limit of stage 1"]]
+    texts = browser.execute_script(
+        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
+    )
+    assert texts == ["limit of stage 0, 2", "limit of stage 1"]
+    bubbles = browser.execute_script("return document.getElementById('stages').data.find(t => t.name === 'bubble').x")
+    assert bubbles == [p.bubble_s for p in STEPS[0].replicas[0].predicted] == [0.5, 0.5, 0.5]
+    show(browser, tmp_path, HEADER, STEPS)
+    texts = browser.execute_script(
+        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
+    )
+    assert texts == ["limit of every stage"]
+
+
 def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.actions.action_builder import ActionBuilder
     from selenium.webdriver.common.by import By
@@ -174,9 +215,16 @@ def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
 
 
 def test_hostile_names_are_only_text(browser: Any, tmp_path: Path) -> None:
-    model = replace(HEADER.model, name=HOSTILE)
-    header = replace(HEADER, model=model, policy=HOSTILE, dataset=replace(HEADER.dataset, path=HOSTILE))
+    profile = msgspec.msgpack.encode({"device": {"name": HOSTILE}, "source": HOSTILE})
+    header = replace(
+        HEADER,
+        model=replace(HEADER.model, name=HOSTILE),
+        policy=HOSTILE,
+        dataset=replace(HEADER.dataset, path=HOSTILE),
+        profile=msgspec.Raw(profile),
+    )
     show(browser, tmp_path, header, STEPS)
     assert browser.execute_script("return window.hacked") is None
     assert browser.execute_script("return document.getElementById('title').textContent").count(HOSTILE) == 2
+    assert browser.execute_script("return document.getElementById('about').textContent").count(HOSTILE) == 3
     assert browser.execute_script("return document.querySelectorAll('img').length") == 0

@@ -497,4 +497,4 @@ def test_memory_does_not_grow_with_the_number_of_steps(path: Path) -> None:
             reader.check_all()
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < peaks[0] + 800 * 200  # a step has ten times as many bytes
+    assert peaks[1] < peaks[0] + 800 * 200  # a step has twice as many bytes

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from infinipipe.ir import parse_op
+from infinipipe.cli import run_command
+from infinipipe.ir import Replica, open_plan, parse_op
 from infinipipe.ir.timeline import chrome_trace, schedule_csv
 from tests.plans import make_header, make_spans, make_step
 
@@ -99,15 +100,35 @@ def test_csv_rows_are_programs() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_torch_loads_and_validates_the_csv(tmp_path: Path, num_stages: int, split: bool) -> None:
     """Its own loader, validator, communication pass and dry run, on a plan without split sequences."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     header = make_header(num_stages)
     replica = make_step(header, lengths=(16, 9, 9, 12, 16, 3, 14), split=split).replicas[0]
     (tmp_path / "schedule.csv").write_text(schedule_csv(replica), newline="")
+    check_with_torch(tmp_path / "schedule.csv", replica, split=split)
+
+
+def test_torch_loads_the_csv_of_each_replica_of_a_compiled_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"length": {n}}}\n' for n in (900, 20, 31, 45, 2500, 60, 18, 75)))
+    assert run_command(["profile", "--analytic", "a100-80g"]) == 0
+    arguments = ["--stages", "2", "--replicas", "2", "--policy", "1f1b"]
+    assert run_command(["compile", "data.jsonl", *arguments]) == 0
+    with open_plan(tmp_path / "plan.msgpack") as reader:
+        replicas = reader.step(0).replicas
+    for number, replica in enumerate(replicas):
+        assert run_command(["inspect", "plan.msgpack", "--csv", "o.csv", "--replica", str(number)]) == 0
+        check_with_torch(tmp_path / "o.csv", replica, split=False)
+
+
+def check_with_torch(path: Path, replica: Replica, *, split: bool) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    num_stages = len(replica.programs)
     runtime = object.__new__(schedules._PipelineScheduleRuntime)
     runtime.pp_group_size = runtime._num_stages = num_stages
     runtime._n_microbatches = len(replica.chunks)
     runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
-    runtime._load_csv(str(tmp_path / "schedule.csv"))
+    runtime._load_csv(str(path))
     assert runtime.stage_index_to_group_rank == {s: s for s in range(num_stages)}
     for stage, program in enumerate(replica.programs):
         assert [str(action) for action in runtime.pipeline_order[stage]] == [

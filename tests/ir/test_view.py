@@ -25,7 +25,7 @@ from tests.plans import make_header, make_step, write_plan
 def test_plan_document_is_plain_and_complete(tmp_path: Path) -> None:
     steps = write_plan(tmp_path / "plan", make_header(num_stages=2, num_replicas=2, num_steps=3))
     with open_plan(tmp_path / "plan") as reader:
-        document = plan_document(reader)
+        document = plan_document(reader, reader)
         assert json.loads(json.dumps(document, allow_nan=False)) == document
         assert document["sha256"] == reader.sha256
     header = document["header"]
