@@ -95,8 +95,9 @@ def cli() -> None:
 @click.argument("model", default="tiny")
 @click.option("-o", "--output", type=_PATH, default="profile.json", help="Profile to write.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to measure.")
+@click.option("--quick", is_flag=True, help="Measure less: seconds instead of a minute, and less accurate.")
 @click.option("--analytic", metavar="DEVICE", help="Compute the profile of a device that is not here: a800-80g, ...")
-def profile(model: str, output: Path, device: str, analytic: str | None) -> None:
+def profile(model: str, output: Path, device: str, quick: bool, analytic: str | None) -> None:
     """Measure what MODEL costs on this machine, in seconds and in bytes.
 
     MODEL is a preset (tiny, llama-7b, llama-13b, llama-30b, ...), a Hugging Face model directory or a config.json.
@@ -114,7 +115,7 @@ def profile(model: str, output: Path, device: str, analytic: str | None) -> None
         from infinipipe.profiles.measure import measure_profile
 
         with _progress("profile") as progress:
-            result = measure_profile(shape, device=device, progress=progress)
+            result = measure_profile(shape, device=device, quick=quick, progress=progress)
     write_profile(result, output)
     _say(f"{output}: {shape.name} on {result.device.name}, {result.source}")
 

@@ -48,16 +48,17 @@ class _Sheet:
     memory_gib: int
     """As the driver reports it, rounded down."""
     processors: int
+    capability: str
     attention_efficiency: tuple[float, float]
     """Forward and backward: flash attention 2 suits the A100's generation better than the H100's."""
 
 
 _AMPERE, _HOPPER = (0.60, 0.52), (0.42, 0.36)
 _SHEETS = {
-    "a800-80g": _Sheet(312e12, 2.0e12, 200e9, 79, 108, _AMPERE),
-    "a100-80g": _Sheet(312e12, 2.0e12, 300e9, 79, 108, _AMPERE),
-    "h100-80g": _Sheet(989e12, 3.35e12, 450e9, 79, 132, _HOPPER),
-    "h200-141g": _Sheet(989e12, 4.8e12, 450e9, 139, 132, _HOPPER),
+    "a800-80g": _Sheet(312e12, 2.0e12, 200e9, 79, 108, "sm_80", _AMPERE),
+    "a100-80g": _Sheet(312e12, 2.0e12, 300e9, 79, 108, "sm_80", _AMPERE),
+    "h100-80g": _Sheet(989e12, 3.35e12, 450e9, 79, 132, "sm_90", _HOPPER),
+    "h200-141g": _Sheet(989e12, 4.8e12, 450e9, 139, 132, "sm_90", _HOPPER),
 }
 DEVICES = tuple(_SHEETS)
 """Names that `analytic_profile` knows."""
@@ -71,6 +72,7 @@ _TILE = 128
 _LAUNCH_S = 4e-6
 _LAYER_KERNELS = 30
 _HEAD_KERNELS = 10
+_MERGE_KERNELS = 6
 _CHUNK_FORWARD_S, _CHUNK_BACKWARD_S = 200e-6, 300e-6
 """Unpacking a chunk, building its tables and handing its transfers over."""
 _SLICE_S = 3e-6
@@ -105,12 +107,15 @@ def analytic_profile(model: Model, device: str) -> Profile:
             kind="cuda",
             memory_bytes=(sheet.memory_gib - _RESERVED_GIB) * 2**30,
             num_devices=_DEVICES_PER_SERVER,
+            capability=sheet.capability,
         ),
         model=model,
         dtype="bfloat16",
         times=_times(model, sheet),
         bytes=_bytes(model),
         samples=(),
+        accuracy=(),
+        refinements=(),
     )
 
 
@@ -131,6 +136,12 @@ def _times(model: Model, sheet: _Sheet) -> Times:
         head_backward=_curve(lambda tokens: max(6 * embedding * tokens / copy, 4 * _LAUNCH_S)),
         optimizer_s=Line(constant=100e-6, rate=_OPTIMIZER_BYTES / copy),
         transfer_s=Line(constant=_TRANSFER_S, rate=1 / (sheet.link * _LINK_EFFICIENCY)),
+        # Each rank keeps its own share and sends the others over one link each way.
+        all_to_all_s=Line(
+            constant=_TRANSFER_S,
+            rate=(_DEVICES_PER_SERVER - 1) / _DEVICES_PER_SERVER / (sheet.link * _LINK_EFFICIENCY),
+        ),
+        all_to_all_ranks=_DEVICES_PER_SERVER,
     )
 
 
@@ -150,7 +161,18 @@ def _layer_time(model: Model, sheet: _Sheet, *, backward: bool) -> LayerTime:
         traffic = tokens * _layer_traffic(model) / copy
         return work * max(matmuls + traffic, _LAYER_KERNELS * _LAUNCH_S)
 
-    return LayerTime(curve=_curve(seconds), s_per_pair=flops_per_pair / attention, s_per_slice=work * _SLICE_S)
+    # The second call reads K and V of the context, and backward adds to their float32 gradients besides;
+    # merging reads two outputs and writes one.
+    context = (2 * _BF16 + backward * 2 * (_BF16 + 2 * _FP32)) * model.kv_size
+    merged = 3 * _BF16 * model.num_heads * model.head_dim
+    return LayerTime(
+        curve=_curve(seconds),
+        s_per_pair=flops_per_pair / attention,
+        s_per_slice=work * _SLICE_S,
+        s_per_context=_MERGE_KERNELS * _LAUNCH_S,
+        s_per_context_token=context / copy,
+        s_per_continued_token=merged / copy,
+    )
 
 
 def _layer_matmuls(model: Model) -> list[tuple[int, int]]:

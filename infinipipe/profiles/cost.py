@@ -38,9 +38,13 @@ def curve_seconds(curve: Curve, tokens: Ints) -> Floats:
     return np.asarray(np.interp(tokens, x, y) + slope * np.maximum(0, tokens - x[-1]))
 
 
-def layer_seconds(time: LayerTime, tokens: Ints, pairs: Ints, slices: Ints) -> Floats:
-    """Return the seconds of one layer for each chunk."""
-    return np.asarray(curve_seconds(time.curve, tokens) + time.s_per_pair * pairs + time.s_per_slice * slices)
+def layer_seconds(
+    time: LayerTime, tokens: Ints, pairs: Ints, slices: Ints, context: Ints | int = 0, continued: Ints | int = 0
+) -> Floats:
+    """Return the seconds of one layer for each chunk; its arguments are those of `Loads`."""
+    whole = curve_seconds(time.curve, tokens) + time.s_per_pair * pairs + time.s_per_slice * slices
+    second_call = time.s_per_context_token * context + time.s_per_continued_token * continued
+    return np.asarray(whole + second_call + time.s_per_context * np.greater(context, 0))
 
 
 def stage_parameters(model: Model, stage: Stage) -> int:
@@ -75,6 +79,8 @@ class Loads:
     slices: Ints
     context: Ints
     """Start of the split sequence's slice, 0 without one."""
+    continued: Ints
+    """Tokens of that slice, 0 where it has no context."""
     whole: NDArray[np.bool_]
     """Whether the chunk holds any whole sequence."""
     split: Ints
@@ -89,6 +95,7 @@ def chunk_loads(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> L
         pairs=np.array([c.num_pairs for c in chunks], dtype=np.int64),
         slices=np.array([len(c.slices) for c in chunks], dtype=np.int64),
         context=np.array([p.start if p else 0 for p in pieces], dtype=np.int64),
+        continued=np.array([p.length if p and p.start else 0 for p in pieces], dtype=np.int64),
         whole=np.array([len(c.slices) > (p is not None) for c, p in zip(chunks, pieces, strict=True)], dtype=bool),
         split=np.array([p.sequence if p else -1 for p in pieces], dtype=np.int64),
     )
@@ -126,7 +133,7 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
     tokens = loads.tokens
 
     def layer(time: LayerTime) -> Floats:
-        return layer_seconds(time, tokens, loads.pairs, loads.slices)
+        return layer_seconds(time, tokens, loads.pairs, loads.slices, loads.context, loads.continued)
 
     full = tokens * sizes.layer_full_per_token + np.where(loads.whole, tokens * sizes.layer_kv_per_token, 0)
     activation: Floats = np.multiply(tokens, sizes.activation_per_token, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Fits the time of a layer to measurements (design, section 5)."""
+"""Fits lines and the time of a layer to measurements (design, section 5), by linear programs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinipipe.profiles.cost import layer_seconds
-from infinipipe.profiles.profile import Curve, LayerTime
+from infinipipe.profiles.profile import Curve, LayerTime, Line
+
+Slices = tuple[tuple[int, int], ...]
+"""A chunk's slices as (start, length); at most one has a context."""
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: a chunk's slices as (start, length), and the seconds it took."""
+    """A chunk that was measured, and the seconds it took."""
 
-    slices: tuple[tuple[int, int], ...]
+    slices: Slices
     seconds: float
 
     @property
@@ -30,6 +35,16 @@ class Point:
         """Attention pairs of all slices."""
         return sum(length * start + length * (length + 1) // 2 for start, length in self.slices)
 
+    @property
+    def context(self) -> int:
+        """Start of the slice that has a context, 0 without one."""
+        return max(start for start, _ in self.slices)
+
+    @property
+    def continued(self) -> int:
+        """Tokens of that slice."""
+        return sum(length for start, length in self.slices if start)
+
 
 class _QuietHighs(highspy.Highs):
     """Does not even greet: the constructor would print to stdout before an option can be set."""
@@ -39,41 +54,75 @@ class _QuietHighs(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
-def fit_layer_time(points: SequenceOf[Point], knots: SequenceOf[int]) -> LayerTime:
-    """Return the curve and rates with the least sum of absolute relative errors, as a linear program.
+def fit_layer_time(points: SequenceOf[Point], given: Floats | None = None) -> LayerTime:
+    """Return the curve and rates with the least sum of absolute relative errors.
 
-    The curve is non-negative and never falls, the rates are non-negative, so that a noisy measurement cannot make
-    a longer chunk cheaper. Absolute errors let single outliers go.
+    The curve bends at the sizes of the points that are one whole sequence. It is non-negative and never falls, the
+    rates are non-negative, so that a noisy measurement cannot make a longer chunk cheaper. Absolute errors let
+    single outliers go.
+
+    Args:
+        points: at least two of them whole sequences of different lengths.
+        given: seconds of each point that are explained already.
     """
-    basis = _basis(points, knots)
-    relative = basis / np.array([[p.seconds] for p in points])
-    num_points, num_terms = relative.shape
+    knots = sorted({point.tokens for point in points if len(point.slices) == 1 and not point.context})
+    hats = _hats(np.array([p.tokens for p in points], dtype=float), knots)
+    rates = [(p.pairs, len(p.slices), p.context > 0, p.context, p.continued) for p in points]
+    values = _least_errors(
+        np.column_stack([hats, np.array(rates, dtype=float)]),
+        np.array([p.seconds for p in points]),
+        np.zeros(len(points)) if given is None else given,
+        num_ascending=len(knots),
+    )
+    curve = Curve(tokens=tuple(knots), seconds=tuple(values[: len(knots)]))
+    pair, piece, context, context_token, continued_token = values[len(knots) :]
+    return LayerTime(
+        curve=curve,
+        s_per_pair=pair,
+        s_per_slice=piece,
+        s_per_context=context,
+        s_per_context_token=context_token,
+        s_per_continued_token=continued_token,
+    )
+
+
+def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> Floats:
+    """Return what a fit says of each point."""
+    loads = np.array([(p.tokens, p.pairs, len(p.slices), p.context, p.continued) for p in points]).T
+    return layer_seconds(time, *loads)
+
+
+def fit_line(sizes: SequenceOf[float], seconds: SequenceOf[float]) -> Line:
+    """Return the line with the least sum of absolute relative errors; neither part is negative."""
+    basis = np.column_stack([np.ones(len(sizes)), np.array(sizes, dtype=float)])
+    constant, rate = _least_errors(basis, np.array(seconds), np.zeros(len(sizes)), num_ascending=0)
+    return Line(constant=constant, rate=rate)
+
+
+def _hats(x: Floats, knots: SequenceOf[int]) -> Floats:
+    """Return what each knot of a piecewise-linear curve adds at each x, as `curve_seconds` evaluates it."""
+    hats = np.column_stack([np.interp(x, knots, row) for row in np.eye(len(knots))])
+    beyond = np.maximum(0.0, x - knots[-1]) / (knots[-1] - knots[-2])
+    hats[:, -2:] += np.column_stack([-beyond, beyond])
+    return hats
+
+
+def _least_errors(basis: Floats, measured: Floats, given: Floats, num_ascending: int) -> list[float]:
+    """Return non-negative weights of the basis with the least sum of `|(given + basis @ weights) / measured - 1|`.
+
+    The first `num_ascending` weights never fall.
+    """
+    relative, target = basis / measured[:, None], 1 - given / measured
+    largest = np.abs(relative).max(axis=0)
+    scale = np.where(largest > 0, largest, 1.0)  # terms of one size keep the solver's tolerances meaningful
     solver = _QuietHighs()  # type: ignore[no-untyped-call]
-    terms = [solver.addVariable(lb=0.0) for _ in range(num_terms)]
-    errors = [solver.addVariable(lb=0.0, obj=1.0) for _ in range(num_points)]
-    scale = np.maximum(relative.max(axis=0), 1e-300)  # terms of one size keep the solver's tolerances meaningful
-    for error, row in zip(errors, relative / scale, strict=True):
+    terms = [solver.addVariable(lb=0.0) for _ in scale]
+    for row, wanted in zip(relative / scale, target.tolist(), strict=True):
+        error = solver.addVariable(lb=0.0, obj=1.0)
         fitted = solver.qsum(float(c) * terms[i] for i, c in enumerate(row) if c)
-        solver.addConstr(fitted - error <= 1)
-        solver.addConstr(fitted + error >= 1)
-    for left in range(len(knots) - 1):
+        solver.addConstr(fitted - error <= wanted)
+        solver.addConstr(fitted + error >= wanted)
+    for left in range(num_ascending - 1):
         solver.addConstr(terms[left + 1] * float(1 / scale[left + 1]) >= terms[left] * float(1 / scale[left]))
     solver.minimize()
-    values = np.array(solver.vals(terms)) / scale
-    curve = Curve(tokens=tuple(knots), seconds=tuple(float(v) for v in values[: len(knots)]))
-    return LayerTime(curve=curve, s_per_pair=float(values[-2]), s_per_slice=float(values[-1]))
-
-
-def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> NDArray[np.float64]:
-    """Return what a fit says of each point."""
-    tokens, pairs, slices = (
-        np.array(v) for v in zip(*((p.tokens, p.pairs, len(p.slices)) for p in points), strict=True)
-    )
-    return layer_seconds(time, tokens, pairs, slices)
-
-
-def _basis(points: SequenceOf[Point], knots: SequenceOf[int]) -> NDArray[np.float64]:
-    """Return what each term adds to each point: a hat function per knot, then pairs and slices."""
-    tokens = np.array([p.tokens for p in points], dtype=float)
-    hats = [np.interp(tokens, knots, np.eye(len(knots))[k]) for k in range(len(knots))]
-    return np.column_stack([*hats, [p.pairs for p in points], [len(p.slices) for p in points]])
+    return [max(0.0, float(value)) for value in np.array(solver.vals(terms)) / scale]

@@ -223,8 +223,9 @@ def write_profile(profile: Profile, path: Path) -> None:
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="sorted"), indent=2) + b"\n")
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise InputError(f"{path}: {error.strerror}; choose another file with --output") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Version(msgspec.Struct):

@@ -23,7 +23,10 @@ from infinipipe.profiles.cost import (
 
 FIRST = Stage(first_layer=0, num_layers=2, embedding=True, head=False)
 LAST = Stage(first_layer=2, num_layers=3, embedding=False, head=True)
-ATTENTION_ONLY = LayerTime(curve=Curve(tokens=(1, 2), seconds=(0.0, 0.0)), s_per_pair=1.0, s_per_slice=0.0)
+NO_CONTEXT = {"s_per_context": 0.0, "s_per_context_token": 0.0, "s_per_continued_token": 0.0}
+ATTENTION_ONLY = LayerTime(
+    curve=Curve(tokens=(1, 2), seconds=(0.0, 0.0)), s_per_pair=1.0, s_per_slice=0.0, **NO_CONTEXT
+)
 
 
 def round_profile() -> Profile:
@@ -112,7 +115,10 @@ def test_chunk_costs_by_hand() -> None:
     assert (loads.whole.tolist(), loads.split.tolist()) == ([False, True], [0, 0])
     costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=4)
     times = profile.times
-    forward = layer_seconds(times.layer_forward, loads.tokens, loads.pairs, loads.slices)
+    assert loads.continued.tolist() == [0, 4]
+    layer = times.layer_forward
+    forward = layer_seconds(layer, loads.tokens, loads.pairs, loads.slices)
+    forward[1] += layer.s_per_context + 8 * layer.s_per_context_token + 4 * layer.s_per_continued_token
     assert costs.forward_s[0] == pytest.approx(
         times.chunk_forward_s + 2 * forward + curve_seconds(times.embedding_forward, loads.tokens)
     )

@@ -1,0 +1,103 @@
+"""The device that is measured: which one, what it is called, what fits into it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+
+from infinipipe.errors import InputError
+from infinipipe.profiles.grid import OutOfMemory
+from infinipipe.profiles.profile import Device
+
+HOST_SHARE = 0.8
+"""Of a machine's memory, what training may use; a CPU device has an equal part of it per core."""
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        InputError: there is none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InputError(
+            "no CUDA device is available here; use --device cpu, or --analytic DEVICE for one that is elsewhere"
+        )
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+def describe_device(device: torch.device) -> Device:
+    """Return what a profile says of the device."""
+    num_devices = count_devices(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        memory = int(HOST_SHARE * properties.total_memory)
+        capability = f"sm_{properties.major}{properties.minor}"
+        return Device(
+            name=properties.name, kind="cuda", memory_bytes=memory, num_devices=num_devices, capability=capability
+        )
+    memory = int(HOST_SHARE * _host_memory() / num_devices)
+    capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Device(name=_cpu_name(), kind="cpu", memory_bytes=memory, num_devices=num_devices, capability=capability)
+
+
+def describe_software(device: torch.device) -> dict[str, str]:
+    """Return the versions of what times depend on."""
+    versions = {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+    }
+    return versions | {"cuda": str(torch.version.cuda)} if device.type == "cuda" else versions
+
+
+def count_devices(device: torch.device) -> int:
+    """Return how many devices of this kind the machine has."""
+    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn torch's ways to say that memory is short into `OutOfMemory`."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        pass
+    except RuntimeError as error:
+        # The CPU's allocator has no exception of its own.
+        if "not enough memory" not in str(error) and "can't allocate memory" not in str(error):
+            raise
+    else:
+        return
+    # Only here is the error gone, and with it the frames that hold on to tensors.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemory
+
+
+def _host_memory() -> int:
+    """Return the machine's memory, or the container's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.machine()

@@ -1,0 +1,160 @@
+"""Measuring a small model on this machine: everything is there, nothing is assumed, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinipipe.cli import run_command
+from infinipipe.errors import InputError
+from infinipipe.profiles import Profile, read_profile
+from infinipipe.profiles.bench import Bench
+from infinipipe.profiles.grid import Effort, OutOfMemory
+from infinipipe.profiles.machine import choose_device, memory_errors
+from tests.runtime.replay import CPU, small_model
+
+TINY_EFFORT = Effort(num_points=18, num_held_out=4, min_repeats=2, seconds=2.0, most_seconds=0.3)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    """Return the profile of a small model by the command line."""
+    folder = tmp_path_factory.mktemp("profile")
+    config = small_model().config
+    (folder / "config.json").write_text(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("infinipipe.profiles.measure.QUICK", TINY_EFFORT)
+        assert run_command(["profile", str(folder), "--quick", "--device", "cpu"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "profile.json"]
+    return read_profile(folder / "profile.json")
+
+
+def test_a_profile_says_where_and_of_what_it_is(measured: Profile) -> None:
+    assert (measured.source, measured.device.kind, measured.dtype) == ("measured", "cpu", "float32")
+    assert measured.device.memory_bytes > 2**20
+    assert measured.device.capability.count(" ") >= 1
+    assert {"python", "torch", "transformers", "numpy", "system"} <= set(measured.software)
+    assert measured.created.endswith("+00:00")
+    assert json.loads(measured.model.config)["num_hidden_layers"] == measured.model.num_layers
+
+
+def test_every_time_was_measured(measured: Profile) -> None:
+    times = measured.times
+    for layer in (times.layer_forward, times.layer_backward, times.layer_recompute):
+        assert layer.curve.seconds[-1] > 0
+    for curve in (times.embedding_forward, times.embedding_backward, times.head_forward, times.head_backward):
+        assert len(curve.tokens) >= 2
+        assert min(curve.seconds) > 0
+    assert 0 < times.chunk_forward_s < 0.1
+    assert 0 < times.chunk_backward_s < 0.1
+    assert times.optimizer_s.constant + times.optimizer_s.rate * 1e5 > 0
+    ranks = min(measured.device.num_devices, 8)
+    assert times.all_to_all_ranks == ranks
+    for line in (times.transfer_s, times.all_to_all_s):
+        assert (line.constant + line.rate * 1e6 > 0) == (ranks > 1)
+
+
+def test_samples_are_raw_and_some_held_out(measured: Profile) -> None:
+    assert {(a.op, a.held_out) for a in measured.accuracy} == {
+        (op, held_out) for op in ("forward", "backward", "recomputed") for held_out in (False, True)
+    }
+    assert sum(a.num_samples for a in measured.accuracy) == len(measured.samples)
+    for sample in measured.samples:
+        assert sample.num_repeats >= TINY_EFFORT.min_repeats
+        assert sample.seconds > 0
+        assert sample.fitted_s > 0
+        assert sample.spread_s >= 0
+
+
+def test_bytes_are_those_of_the_model(measured: Profile) -> None:
+    model, sizes = measured.model, measured.bytes
+    assert sizes.static_per_parameter == 16  # parameter, gradient and two moments in float32
+    assert sizes.layer_kv_per_token == 2 * 4 * model.kv_size
+    assert sizes.layer_kv_grad_per_token == 2 * 4 * model.kv_size
+    assert sizes.activation_per_token == 4 * model.hidden_size
+    assert sizes.layer_full_per_token > 4 * (model.hidden_size * 4 + model.intermediate_size * 3)
+
+
+def test_interrupted_profiling_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = 0
+    time_layer = Bench.time_layer
+
+    def interrupt(bench: Bench, slices: tuple[tuple[int, int], ...]) -> object:
+        nonlocal runs
+        runs += 1
+        if runs == 20:
+            raise KeyboardInterrupt
+        return time_layer(bench, slices)
+
+    monkeypatch.setattr(Bench, "time_layer", interrupt)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(small_model().config)
+    (tmp_path / "profile.json").write_text("the one before")
+    assert run_command(["profile", "config.json", "--quick", "--device", "cpu"]) == 130
+    assert runs == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "profile.json"]
+    assert (tmp_path / "profile.json").read_text() == "the one before"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    ],
+)
+def test_every_way_to_run_out_of_memory_is_known(error: Exception) -> None:
+    with pytest.raises(OutOfMemory), memory_errors():
+        raise error
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    with pytest.raises(RuntimeError, match="shape"), memory_errors():
+        raise RuntimeError("shape mismatch")
+
+
+def test_the_allocator_really_says_so() -> None:
+    with pytest.raises(OutOfMemory), memory_errors():
+        torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_a_chunk_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the sizes below it are measured all the same, of the layer and of the ends."""
+    bench = Bench(small_model(), CPU)
+    noise = bench.noise
+
+    def short(tokens: int) -> torch.Tensor:
+        if tokens > 100:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return noise(tokens)
+
+    monkeypatch.setattr(bench, "noise", short)
+    assert bench.time_layer(((0, 64),))["forward"] > 0
+    with pytest.raises(OutOfMemory):
+        bench.time_layer(((0, 128),))
+    curves = bench.end_curves([1, 64, 256], 2)
+    assert {curve.tokens for curve in curves.values()} == {(1, 64)}
+
+
+def test_a_model_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinipipe.profiles.measure import measure_profile
+
+    def fail(*_: object) -> None:
+        raise OutOfMemory
+
+    monkeypatch.setattr("infinipipe.profiles.measure.Bench", fail)
+    with pytest.raises(InputError, match=r"does not fit into the memory of this device; .*--analytic DEVICE"):
+        measure_profile(small_model(), device="cpu", quick=True, progress=lambda done, total: None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    assert choose_device("auto") == CPU
+    with pytest.raises(InputError, match="--device cpu, or --analytic DEVICE"):
+        choose_device("cuda")
