@@ -153,7 +153,9 @@ def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float, start:
     for position, (direction, chunk, fixed) in enumerate(ops):
         missing = sweep.forward(position, chunk, fixed) if direction > 0 else sweep.backward(position, chunk, fixed)
         if missing > 0:
-            return limit + missing
+            # This is only the first op that does not fit; what it takes is the most of any, all recomputed.
+            full = np.full(len(start), memory.num_layers, dtype=np.int64)
+            return max(limit + missing, float(memory.during(full).max()))
     return np.array(sweep.counts, dtype=np.int64)
 
 

@@ -29,6 +29,7 @@ _FRUGAL = Shape(0.0, 1_000_000)
 """One chain at a time: the least that can be in flight."""
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_SHRINKS = 5
 _EFFORT = 50_000
 """Chunks times stages that are simulated at most, give or take a climb: less than a second."""
 
@@ -100,15 +101,30 @@ class Search:
         return self._clip(math.sqrt((pipeline.num_stages - 1) * self._total / (2 * overhead)))
 
     def find_feasible(self, start: Candidate) -> None:
-        """Look for a candidate that fits: with more chunks, or fewer, or the least in flight.
+        """Look for a candidate that fits: with more or fewer chunks, the least in flight, chunks of equal tokens.
 
-        Both can help: large chunks need much for a moment, but a sequence that is not split needs no slot.
+        Fewer chunks can help: large ones need much for a moment, but a sequence that is not split needs no slot.
         """
-        for shape in (start.shape, _FRUGAL):
+        equal_tokens = min(self._space.attentions)
+        for changes in ({}, {"shape": _FRUGAL}, {"shape": _FRUGAL, "attention": equal_tokens}):
             for count in self._counts_around(start.count):
-                candidate = replace(start, count=count, shape=shape)
-                if math.isfinite(self.makespan(candidate)):
+                if isinstance(self.best, Schedule):
                     return
+                self.makespan(replace(start, count=count, **changes))
+        self._shrink()
+
+    def _shrink(self) -> None:
+        """Follow what needs the least memory, for a while, until something fits or nothing needs less."""
+        for _ in range(_SHRINKS):
+            before = self._best_candidate
+            if isinstance(self.best, Schedule) or before is None:
+                return
+            for factor in (1.2, 1 / 1.2, 1.05, 1 / 1.05):
+                self.makespan(replace(before, count=self._clip(before.count * factor)))
+            for even in self._space.evens:
+                self.makespan(replace(before, even=even))
+            if before == self._best_candidate:
+                return
 
     def _counts_around(self, start: float) -> list[float]:
         doublings = range(1 + math.ceil(math.log2(self._most)))
@@ -175,10 +191,12 @@ class Search:
             target, longest = float(works.sum()) / candidate.count, float(works.max())
             if longest > target:
                 target = longest / max(1, round(longest / target))
-            num_graded = candidate.graded * (self._problem.pipeline.num_stages - 1)
-            chunks = cut_chunks(
-                self._problem, work, target, self._max_tokens, even=candidate.even, num_graded=num_graded
+            # Where tokens are what counts, none may have more.
+            max_tokens = (
+                self._max_tokens if candidate.attention else min(self._max_tokens, math.ceil(work.reach(0, target)))
             )
+            num_graded = candidate.graded * (self._problem.pipeline.num_stages - 1)
+            chunks = cut_chunks(self._problem, work, target, max_tokens, even=candidate.even, num_graded=num_graded)
             self._priced[key] = price(self._problem, chunks)
         return self._priced[key]
 
