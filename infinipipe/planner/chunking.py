@@ -164,17 +164,17 @@ def pack(
     scale = rest / (num_graded + num_full) if num_graded + num_full else target
     capacities = [*(grade * scale for grade in grades), *[scale] * num_full, *(g * scale for g in reversed(grades))]
     bins = _pack_balanced(shorts, works, tails, target, capacities, max_tokens)
-    num_tails, num_new = len(tails), len(bins) - len(tails)
-    if num_new > len(capacities):
+    fresh, num_tails = bins[len(tails) :], len(tails)
+    if len(fresh) > len(capacities):
         fitted = _pack_first_fit(shorts, works, tails, max_tokens)
         if len(fitted) <= len(bins):
             return Packing(fitted[:num_tails], [], fitted[num_tails:], [])
-    edges = (num_tails + num_graded, num_tails + num_graded + num_full)
-    used = [[each for each in part if each.slices] for part in (bins[num_tails : edges[0]], bins[edges[0] : edges[1]])]
-    # Bins that the token limit made necessary stand at the end and are full ones.
-    extra = bins[num_tails + len(capacities) :]
-    shrinking = [each for each in bins[edges[1] : num_tails + len(capacities)] if each.slices]
-    return Packing(bins[:num_tails], used[0], sorted(used[1] + extra, key=lambda each: -each.work), shrinking)
+    growing, full = fresh[:num_graded], fresh[num_graded : num_graded + num_full]
+    shrinking = fresh[num_graded + num_full : len(capacities)]
+    # Bins that the token limit made necessary stand at the end.
+    full += fresh[len(capacities) :]
+    full.sort(key=lambda each: -each.work)
+    return Packing(bins[:num_tails], *([each for each in part if each.slices] for part in (growing, full, shrinking)))
 
 
 # A chunk is not added for less than this part of one.

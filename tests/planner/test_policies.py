@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from infinipipe.ir import OpKind, chunk_chains
 from infinipipe.ir.text import show_program
+from infinipipe.planner import diagonals
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.diagonals import diagonal_counts, diagonal_places, solve_diagonals, sweep_diagonals
@@ -237,3 +238,15 @@ def test_a_smaller_space_is_never_better() -> None:
     assert isinstance(full, Schedule)
     assert np.all(full.recompute == 2)
     assert full.makespan_s > 1.15 * whole
+
+
+def test_a_solver_cut_short_still_gives_what_the_sweep_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, memories, limits = tight_memories(0.3)
+    swept = sweep_diagonals(memories, limits)  # type: ignore[arg-type]
+    assert not isinstance(swept, Shortage)
+    monkeypatch.setattr(diagonals, "_GAP", 1e9)
+    monkeypatch.setattr(diagonals, "_MOST_NODES", 0)
+    solved = solve_diagonals(memories, limits, swept)  # type: ignore[arg-type]
+    assert solved.sum() <= swept.sum()
+    for memory, row, limit in zip(memories, diagonal_counts(memories, solved), limits, strict=True):  # type: ignore[arg-type]
+        assert memory.during(row).max() <= limit * 1.001  # type: ignore[attr-defined]
