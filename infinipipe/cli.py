@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from infinipipe.ir import LossNorm, PlanReader, Step
     from infinipipe.planner.compare import Cell
+    from infinipipe.profiles import Profile
 
 Progress = Callable[[int, int], None]
 """Called with how much is done and how much there is."""
@@ -97,27 +98,48 @@ def cli() -> None:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to measure.")
 @click.option("--quick", is_flag=True, help="Measure less: seconds instead of a minute, and less accurate.")
 @click.option("--analytic", metavar="DEVICE", help="Compute the profile of a device that is not here: a800-80g, ...")
-def profile(model: str, output: Path, device: str, quick: bool, analytic: str | None) -> None:
+@click.option("--refine", type=_PATH, metavar="RUN_DIR", help="Correct a profile's times by what a run of it measured.")
+@click.option("-p", "--profile", "source", type=_PATH, default="profile.json", help="Profile to refine.")
+@click.option("--show", type=_PATH, metavar="FILE", help="Show a profile and how accurate it is.")
+@click.option(
+    "--html", type=_PATH, metavar="FILE", help="With --show: write a page that plots measured against fitted."
+)
+def profile(
+    model: str,
+    output: Path,
+    device: str,
+    quick: bool,
+    analytic: str | None,
+    refine: Path | None,
+    source: Path,
+    show: Path | None,
+    html: Path | None,
+) -> None:
     """Measure what MODEL costs on this machine, in seconds and in bytes.
 
     MODEL is a preset (tiny, llama-7b, llama-13b, llama-30b, ...), a Hugging Face model directory or a config.json.
     """
     from infinipipe.outputs import check_output
-    from infinipipe.profiles import read_model, write_profile
+    from infinipipe.profiles import read_profile, write_profile
 
-    check_output(output, "--output", Path(model))
-    shape = read_model(model)
-    if analytic is not None:
-        from infinipipe.profiles.analytic import analytic_profile
+    if sum(option is not None for option in (analytic, refine, show)) > 1 or (html is not None and show is None):
+        raise click.UsageError("choose one of --analytic, --refine and --show; --html goes with --show")
+    if show is not None:
+        _show_profile(read_profile(show), show, html)
+        return
+    if refine is not None:
+        from infinipipe.metrics import read_run
+        from infinipipe.profiles.refine import refine_profile
 
-        result = analytic_profile(shape, analytic)
+        check_output(output, "--output")
+        result = refine_profile(read_profile(source), read_run(refine), refine)
     else:
-        from infinipipe.profiles.measure import measure_profile
-
-        with _progress("profile") as progress:
-            result = measure_profile(shape, device=device, quick=quick, progress=progress)
+        check_output(output, "--output", Path(model))
+        result = _make_profile(model, device, quick, analytic)
     write_profile(result, output)
-    _say(f"{output}: {shape.name} on {result.device.name}, {result.source}")
+    _say(f"{output}: {result.model.name} on {result.device.name}, {result.source}")
+    for line in _accuracy_lines(result):
+        _say(line)
 
 
 @cli.command("compile")
@@ -185,7 +207,7 @@ def compile_(
             _say(f"{output}: interrupted; the same command with --resume goes on")
             raise
     with open_plan(output) as reader:
-        _say(f"{output}: {reader.header.model.name} on {costs.device.name}")
+        _say(f"{output}: {reader.header.model.name} on {costs.device.name}, {costs.source} profile")
         for line in plan_report(reader, data.num_cut_tokens):
             _say(line)
 
@@ -337,6 +359,8 @@ def run(
     run_plan(
         RunOptions(plan=plan, data=data, model=model, device=device, num_steps=steps, lr=lr, seed=seed, output=output)
     )
+    if os.environ.get("RANK", "0") == "0":
+        _compare_run(plan, output)
 
 
 def main() -> None:
@@ -387,6 +411,52 @@ def _print_comparison(cells: list[Cell], as_json: bool) -> None:
         for row in cell.rows
     ]
     click.echo(_json(rows, indent=2))
+
+
+def _make_profile(model: str, device: str, quick: bool, analytic: str | None) -> Profile:
+    from infinipipe.profiles import read_model
+
+    shape = read_model(model)
+    if analytic is not None:
+        from infinipipe.profiles.analytic import analytic_profile
+
+        return analytic_profile(shape, analytic)
+    from infinipipe.profiles.measure import measure_profile
+
+    with _progress("profile") as progress:
+        return measure_profile(shape, device=device, quick=quick, progress=progress)
+
+
+def _accuracy_lines(profile: Profile) -> Iterator[str]:
+    for row in profile.accuracy:
+        if row.held_out:
+            yield f"  {row.op:<11} {row.median_error:.1%} median error on {row.num_samples} chunks held out"
+    for refinement in profile.refinements[-1:]:
+        yield f"  {'refined':<11} times x {refinement.scale:.3f}"
+
+
+def _show_profile(profile: Profile, path: Path, html: Path | None) -> None:
+    from infinipipe.outputs import check_output, write_output
+    from infinipipe.profiles.show import profile_tables
+
+    if html is not None:
+        from infinipipe.profiles.page import profile_page
+
+        check_output(html, "--html", path)
+        write_output(html, "--html", profile_page(profile))
+        _say(f"{html}: written")
+    _print_tables(profile_tables(profile))
+
+
+def _compare_run(plan: Path, output: Path) -> None:
+    """Say how the run went against its predictions, and leave what it followed with it."""
+    from infinipipe.ir.store import open_plan
+    from infinipipe.metrics import compare_run, read_run, record_run
+
+    with open_plan(plan) as reader:
+        record_run(output, reader.header, reader.sha256)
+    for line in compare_run(read_run(output), output):
+        _say(line)
 
 
 def _print_documents(reader: PlanReader, index: int | None, everything: bool, schema: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import highspy
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from infinipipe.profiles.cost import layer_seconds
@@ -54,7 +55,7 @@ class _QuietHighs(highspy.Highs):
         super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
-def fit_layer_time(points: SequenceOf[Point], given: Floats | None = None) -> LayerTime:
+def fit_layer_time(points: SequenceOf[Point]) -> LayerTime:
     """Return the curve and rates with the least sum of absolute relative errors.
 
     The curve bends at the sizes of the points that are one whole sequence. It is non-negative and never falls, the
@@ -63,7 +64,6 @@ def fit_layer_time(points: SequenceOf[Point], given: Floats | None = None) -> La
 
     Args:
         points: at least two of them whole sequences of different lengths.
-        given: seconds of each point that are explained already.
     """
     knots = sorted({point.tokens for point in points if len(point.slices) == 1 and not point.context})
     hats = _hats(np.array([p.tokens for p in points], dtype=float), knots)
@@ -71,7 +71,7 @@ def fit_layer_time(points: SequenceOf[Point], given: Floats | None = None) -> La
     values = _least_errors(
         np.column_stack([hats, np.array(rates, dtype=float)]),
         np.array([p.seconds for p in points]),
-        np.zeros(len(points)) if given is None else given,
+        np.zeros(len(points)),
         num_ascending=len(knots),
     )
     curve = Curve(tokens=tuple(knots), seconds=tuple(values[: len(knots)]))
@@ -83,6 +83,32 @@ def fit_layer_time(points: SequenceOf[Point], given: Floats | None = None) -> La
         s_per_context=context,
         s_per_context_token=context_token,
         s_per_continued_token=continued_token,
+    )
+
+
+def fit_recompute(points: SequenceOf[Point], forward: LayerTime, backward: LayerTime) -> LayerTime:
+    """Return what recompute adds to F and B: a share of F, as it runs F again, and a constant.
+
+    Args:
+        points: seconds of F and B together, with recompute. Their difference to F and B without would be noisier
+            than either; and where memory is warm, F costs less the second time.
+        forward: fitted to F alone.
+        backward: fitted to B alone.
+    """
+    once = fitted_seconds(forward, points)
+    basis = np.column_stack([once, np.ones(len(points))])
+    seconds = np.array([point.seconds for point in points])
+    share, constant = _least_errors(basis, seconds, once + fitted_seconds(backward, points), num_ascending=0)
+    scaled = scale_layer_time(forward, share)
+    return replace(scaled, curve=replace(scaled.curve, seconds=tuple(constant + s for s in scaled.curve.seconds)))
+
+
+def scale_layer_time(time: LayerTime, scale: float) -> LayerTime:
+    """Return times that are all `scale` times as long."""
+    rates = ("s_per_pair", "s_per_slice", "s_per_context", "s_per_context_token", "s_per_continued_token")
+    seconds = tuple(scale * s for s in time.curve.seconds)
+    return replace(
+        time, curve=replace(time.curve, seconds=seconds), **{name: scale * getattr(time, name) for name in rates}
     )
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from infinipipe.profiles.fit import Floats, Point, fit_layer_time, fitted_seconds
+from infinipipe.profiles.fit import Floats, Point, fit_layer_time, fit_recompute, fitted_seconds
 from infinipipe.profiles.grid import Survey
 from infinipipe.profiles.profile import Accuracy, LayerTime, Sample, SampleOp
 
@@ -15,15 +15,9 @@ OPS: tuple[SampleOp, ...] = get_args(SampleOp)
 
 
 def fit_survey(survey: Survey) -> tuple[LayerTime, LayerTime, LayerTime]:
-    """Return the times of forward, backward and of what recompute adds to both.
-
-    The last is fitted to the whole of F and B with recompute: the difference of two noisy measurements would be
-    noisier than either.
-    """
-    forward, backward, recomputed = (_points(survey, op) for op in OPS)
-    times = fit_layer_time(forward), fit_layer_time(backward)
-    given = fitted_seconds(times[0], recomputed) + fitted_seconds(times[1], recomputed)
-    return *times, fit_layer_time(recomputed, given)
+    """Return the times of forward, backward and of what recompute adds to both."""
+    forward, backward = fit_layer_time(_points(survey, "forward")), fit_layer_time(_points(survey, "backward"))
+    return forward, backward, fit_recompute(_points(survey, "recomputed"), forward, backward)
 
 
 def make_samples(survey: Survey, times: tuple[LayerTime, LayerTime, LayerTime]) -> tuple[Sample, ...]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from infinipipe.profiles import Curve, LayerTime
-from infinipipe.profiles.fit import Point, Slices, fit_layer_time, fit_line, fitted_seconds
+from infinipipe.profiles.fit import (
+    Point,
+    Slices,
+    fit_layer_time,
+    fit_line,
+    fit_recompute,
+    fitted_seconds,
+    scale_layer_time,
+)
 
 TRUTH = LayerTime(
     curve=Curve(tokens=(1, 64, 256, 1024, 4096), seconds=(3e-3, 4e-3, 6e-3, 0.015, 0.06)),
@@ -60,12 +67,17 @@ def test_noise_cannot_make_a_longer_chunk_cheaper() -> None:
     assert min(fit.curve.seconds + rates) >= 0
 
 
-def test_what_is_given_is_not_fitted_again() -> None:
-    """Recompute on top of known forward and backward."""
-    measured = points()
-    given = np.array([0.75 * point.seconds for point in measured])
-    rest = fit_layer_time(measured, given)
-    assert fitted_seconds(rest, measured) == pytest.approx([0.25 * p.seconds for p in measured], rel=1e-3)
+def test_recompute_is_a_share_of_forward_and_a_constant() -> None:
+    backward = scale_layer_time(TRUTH, 2.0)
+    both = [Point(point.slices, 3.8 * point.seconds + 2e-3) for point in points()]
+    added = fit_recompute(both, TRUTH, backward)
+    assert fitted_seconds(added, both) == pytest.approx([0.8 * p.seconds + 2e-3 for p in points()], rel=1e-3)
+
+
+def test_recompute_never_pays() -> None:
+    both = [Point(point.slices, 2.5 * point.seconds) for point in points()]
+    added = fit_recompute(both, TRUTH, scale_layer_time(TRUTH, 2.0))
+    assert fitted_seconds(added, both).tolist() == [0.0] * len(both)
 
 
 def test_a_line_through_transfers() -> None:
