@@ -320,6 +320,9 @@ def replica_missing(draw: Random, header: Header, step: Step) -> Step:
     return replace(step, replicas=step.replicas[:-1])
 
 
+NEEDS_CHAINS = [name for name in MUTATIONS if "of a chain" in name]
+
+
 def mutants(name: str, header: Header, step: Step, trials: int = 20) -> Iterator[tuple[Step, str]]:
     """Yield corrupted steps and the pattern that the refusal begins with. The step itself must be valid and rich.
 

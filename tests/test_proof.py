@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_lengths_are_those_of_the_dataset(plan: Path, verify: Verify) -> None:
     assert "has length " in err
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_tokens", 3650), ("num_truncated", 1), ("tokenizer", "ids")])
+@pytest.mark.parametrize(("name", "value"), [("num_tokens", 3650), ("tokenizer", "ids")])
 def test_the_header_says_what_is_true_of_the_dataset(plan: Path, verify: Verify, name: str, value: object) -> None:
     rewrite(plan, lambda header: replace(header, dataset=replace(header.dataset, **{name: value})), same)
     code, _, err = verify(plan, "--data", plan.with_name("data.jsonl"))
@@ -161,6 +162,7 @@ def test_predictions_that_the_profile_does_not_give_are_refused(plan: Path, veri
     assert err.startswith(f"error: {plan}: step 0")
     assert expected in err
     assert err.count("\n") == 1
+    assert name != "peak" or re.search(r"gives \d+: .*>>0[FB]\d+<<", err)
 
 
 def test_steps_with_i_and_w_have_no_prices_to_check(tmp_path: Path, verify: Verify) -> None:

@@ -37,6 +37,12 @@ class ReplicaCase:
         """Chains of more than one chunk."""
         return [c for c in chunk_chains(self.replica.chunks, self.step.sequences) if len(c) > 1]
 
+    def around(self, stage: int, chunk: int) -> str:
+        """Show the ops around the end of a chunk, if the program has it; no rule has looked at the program yet."""
+        program = self.replica.programs[stage]
+        found = [position for position, op in enumerate(program) if op.chunk == chunk]
+        return f": {window(stage, program, found[-1])}" if found else ""
+
     def fault(self, stage: int, why: str) -> VerifyError:
         """Return the error of a stage."""
         return VerifyError(f"step {self.step.index}, replica {self.number}, stage {stage}: {why}")
@@ -60,7 +66,8 @@ def check_recompute(case: ReplicaCase) -> None:
         num_layers = case.header.stages[stage].num_layers
         for chunk, count in enumerate(counts):
             if not 0 <= count <= num_layers:
-                raise case.fault(stage, f"op {stage}B{chunk} recomputes {count} of {num_layers} layers")
+                why = f"op {stage}B{chunk} recomputes {count} of {num_layers} layers"
+                raise case.fault(stage, why + case.around(stage, chunk))
 
 
 def check_predictions(case: ReplicaCase) -> None:

@@ -75,29 +75,30 @@ def check_slice_ranges(header: Header, step: Step) -> None:
     for replica, chunk, pieces in _chunks(step):
         if not pieces:
             raise _at_chunk(step, replica, chunk, "it has no slice")
-        for piece in pieces:
+        for position, piece in enumerate(pieces):
             if not 0 <= piece.sequence < len(lengths):
-                raise _at_chunk(step, replica, chunk, f"there is no sequence {piece.sequence}")
+                raise _at_slice(step, replica, chunk, position, f"there is no sequence {piece.sequence}")
             if piece.length < 1 or piece.start < 0 or piece.stop > lengths[piece.sequence]:
-                raise _at_chunk(
-                    step, replica, chunk, f"{_show(piece)} is empty or outside its {lengths[piece.sequence]} tokens"
-                )
+                why = f"{_show(piece)} is empty or outside its {lengths[piece.sequence]} tokens"
+                raise _at_slice(step, replica, chunk, position, why)
 
 
 def check_coverage(header: Header, step: Step) -> None:
     """Every token of every sequence is in exactly one slice, and all its slices in one replica."""
-    pieces_of: list[list[tuple[int, int, int, int]]] = [[] for _ in step.sequences]
+    pieces_of: list[list[tuple[int, int, int, int, int]]] = [[] for _ in step.sequences]
     for replica, chunk, pieces in _chunks(step):
-        for piece in pieces:
-            pieces_of[piece.sequence].append((piece.start, piece.stop, replica, chunk))
+        for position, piece in enumerate(pieces):
+            pieces_of[piece.sequence].append((piece.start, piece.stop, replica, chunk, position))
     for sequence, found in enumerate(pieces_of):
         covered = 0
-        for start, stop, replica, chunk in sorted(found):
+        for start, stop, replica, chunk, position in sorted(found):
             if start != covered:
                 what = "overlaps the slice before" if start < covered else f"leaves tokens from {covered} out"
-                raise _at_chunk(step, replica, chunk, f"sequence {sequence} [{start}, {stop}) {what}")
+                why = f"sequence {sequence} [{start}, {stop}) {what}"
+                raise _at_slice(step, replica, chunk, position, why)
             if replica != found[0][2]:
-                raise _at_chunk(step, replica, chunk, f"sequence {sequence} is also in replica {found[0][2]}")
+                why = f"sequence {sequence} is also in replica {found[0][2]}"
+                raise _at_slice(step, replica, chunk, position, why)
             covered = stop
         if covered != step.sequences[sequence].length:
             raise _at_step(
@@ -109,11 +110,11 @@ def check_split_slices(header: Header, step: Step) -> None:
     """At most one slice of a chunk is a part of its sequence."""
     lengths = [s.length for s in step.sequences]
     for replica, chunk, pieces in _chunks(step):
-        parts = [piece for piece in pieces if piece.length != lengths[piece.sequence]]
+        parts = [position for position, piece in enumerate(pieces) if piece.length != lengths[piece.sequence]]
         if len(parts) > 1:
-            raise _at_chunk(
-                step, replica, chunk, f"{_show(parts[0])} and {_show(parts[1])} are both parts of a sequence"
-            )
+            first, second = (pieces[position] for position in parts[:2])
+            why = f"{_show(first)} and {_show(second)} are both parts of a sequence"
+            raise _at_slice(step, replica, chunk, parts[1], why)
 
 
 def check_kernel_sizes(header: Header, step: Step) -> None:
@@ -140,6 +141,16 @@ def _show(piece: Slice) -> str:
 
 def _at_step(step: Step, why: str) -> VerifyError:
     return VerifyError(f"step {step.index}: {why}")
+
+
+def _at_slice(step: Step, replica: int, chunk: int, position: int, why: str) -> VerifyError:
+    """Return the error of a slice, with a marker on it among its neighbours."""
+    pieces = step.replicas[replica].chunks[chunk].slices
+    words = [f"{piece.sequence}[{piece.start},{piece.stop})" for piece in pieces]
+    words[position] = f">>{words[position]}<<"
+    first, last = max(0, position - 2), position + 3
+    shown = ["..."] * (first > 0) + words[first:last] + ["..."] * (last < len(words))
+    return _at_chunk(step, replica, chunk, f"{why}: {' '.join(shown)}")
 
 
 def _at_chunk(step: Step, replica: int, chunk: int, why: str) -> VerifyError:

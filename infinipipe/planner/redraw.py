@@ -13,6 +13,7 @@ import numpy as np
 
 from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
 from infinipipe.ir import Header, Op, OpKind, Replica, StagePrediction, Step
+from infinipipe.ir.text import window
 from infinipipe.ir.timeline import Span
 from infinipipe.planner.simulate import Floats, Timeline, simulate
 from infinipipe.profiles import Profile
@@ -52,16 +53,18 @@ def check_predictions(header: Header, step: Step) -> None:
     for number, drawn in _redraw(header, profile, step):
         makespan_s = max(makespan_s, drawn.timeline.makespan_s)
         for stage, told in enumerate(step.replicas[number].predicted):
-            _compare(f"step {step.index}, replica {number}, stage {stage}", told, drawn.prediction(stage))
+            where = f"step {step.index}, replica {number}, stage {stage}"
+            _compare(where, told, drawn.prediction(stage), drawn.around_peak(stage, step.replicas[number]))
     whole = makespan_s + max(optimizer_seconds(profile, stage) for stage in header.stages)
     for name, found in (("makespan_s", makespan_s), ("step_s", whole)):
         _compare_number(f"step {step.index}", name, getattr(step, name), found)
 
 
-def _compare(where: str, told: StagePrediction, found: StagePrediction) -> None:
+def _compare(where: str, told: StagePrediction, found: StagePrediction, around_peak: str) -> None:
     if told.peak_bytes != found.peak_bytes:
         raise VerifyError(
-            f"{where}: a predicted peak of {told.peak_bytes} bytes; the plan's profile gives {found.peak_bytes}"
+            f"{where}: a predicted peak of {told.peak_bytes} bytes; "
+            f"the plan's profile gives {found.peak_bytes}: {around_peak}"
         )
     for name in ("busy_s", "recompute_s", "bubble_s"):
         _compare_number(where, name, getattr(told, name), getattr(found, name), found.busy_s + found.bubble_s)
@@ -96,6 +99,9 @@ class _Drawn:
             bubble_s=max(0.0, self.timeline.makespan_s - busy),
             peak_bytes=round(self.memory[stage].during.max()),
         )
+
+    def around_peak(self, stage: int, replica: Replica) -> str:
+        return window(stage, replica.programs[stage], int(self.memory[stage].during.argmax()))
 
     def spans(self, number: int, replica: Replica) -> Iterator[Span]:
         for stage, program in enumerate(replica.programs):

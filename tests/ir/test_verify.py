@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import re
 import time
@@ -25,6 +26,7 @@ from infinipipe.ir import (
     Sequence,
     Slice,
     Step,
+    chunk_chains,
     loss_denominator,
     open_plan,
     parse_program,
@@ -35,6 +37,7 @@ from infinipipe.ir import (
 )
 from infinipipe.ir.plan import OpKind
 from infinipipe.ir.store import PlanWriter
+from infinipipe.planner.simulate import simulate
 from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
@@ -188,9 +191,13 @@ def mutated_slices() -> Iterator[tuple[str, Step, str]]:
     yield "slice dropped", with_slices(2, *last[:2]), "sequence 5: tokens [0, 1) are in no slice"
     yield "tail dropped", with_slices(2, *last[1:]), "sequence 1: tokens [32, 40) are in no slice"
     yield "middle dropped", with_slices(1, Slice(3, 0, 3)), "leaves tokens from 16 out"
-    yield "overlap", with_slices(1, Slice(1, 15, 17)), "chunk 1: sequence 1 [15, 32) overlaps the slice before"
+    yield (
+        "overlap",
+        with_slices(1, Slice(1, 15, 17)),
+        "chunk 1: sequence 1 [15, 32) overlaps the slice before: >>1[15,32)<<",
+    )
     yield "gap", with_slices(1, Slice(1, 17, 15)), "chunk 1: sequence 1 [17, 32) leaves tokens from 16 out"
-    yield "twice", with_slices(2, *last, last[2]), "chunk 2: sequence 5 [0, 1) overlaps the slice before"
+    yield "twice", with_slices(2, *last, last[2]), "[0, 1) overlaps the slice before: ... 3[0,3) 5[0,1) >>5[0,1)<<"
     yield "empty slice", with_slices(2, Slice(1, 40, 0), *last), "chunk 2: sequence 1 [40, 40) is empty or outside"
     yield (
         "negative length",
@@ -199,12 +206,16 @@ def mutated_slices() -> Iterator[tuple[str, Step, str]]:
     )
     yield "negative start", with_slices(0, Slice(1, -1, 17)), "chunk 0: sequence 1 [-1, 16) is empty or outside"
     yield "beyond", with_slices(2, Slice(1, 32, 9), *last[1:]), "sequence 1 [32, 41) is empty or outside its 40 tokens"
-    yield "no sequence", with_slices(2, *last, Slice(6, 0, 1)), "chunk 2: there is no sequence 6"
+    yield (
+        "no sequence",
+        with_slices(2, *last, Slice(6, 0, 1)),
+        "chunk 2: there is no sequence 6: ... 3[0,3) 5[0,1) >>6[0,1)<<",
+    )
     yield "huge sequence", with_slices(2, *last, Slice(2**63, 0, 1)), f"there is no sequence {2**63}"
     yield "negative sequence", with_slices(2, *last, Slice(-1, 0, 1)), "chunk 2: there is no sequence -1"
     yield "no slices", with_slices(2), "chunk 2: it has no slice"
     halves = (Slice(1, 0, 8), Slice(1, 8, 8))
-    yield "two parts", with_slices(0, *halves), "sequence 1 [0, 8) and sequence 1 [8, 16) are both parts of a sequence"
+    yield "two parts", with_slices(0, *halves), "[8, 16) are both parts of a sequence: 1[0,8) >>1[8,16)<<"
 
 
 @pytest.mark.parametrize(("step", "expected"), [pytest.param(s, e, id=name) for name, s, e in mutated_slices()])
@@ -264,7 +275,11 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
     ("recompute missing", with_replica(recompute=()), "replica 1, stage 0: recompute of 0 stages"),
     ("count missing", with_replica(recompute=((0, 0), *SECOND.recompute[1:])), "stage 0: 2 recompute counts"),
     ("predictions missing", with_replica(predicted=()), "stage 0: predicted of 0 stages"),
-    ("recompute too many", with_recompute(1, 2, 4), "step 2, replica 1, stage 1: op 1B2 recomputes 4 of 3 layers"),
+    (
+        "recompute too many",
+        with_recompute(1, 2, 4),
+        "stage 1: op 1B2 recomputes 4 of 3 layers: 1F0 1F1 1F2 >>1B2<< 1B1 1B0",
+    ),
     ("recompute negative", with_recompute(2, 0, -1), "stage 2: op 2B0 recomputes -1 of 2 layers"),
     ("peak", with_prediction(1, peak_bytes=10**9 + 1), "stage 1: a predicted peak of 1000000001 bytes"),
     ("negative peak", with_prediction(1, peak_bytes=-1), "stage 1: a predicted peak of -1 bytes"),
@@ -491,10 +506,28 @@ def test_random_mutations_of_programs(mutate: str) -> None:
 
 
 def passes_or_names(step: Step, number: int) -> None:
+    """What passes must be a schedule that the independent simulator brings to its end, with its chains in order."""
     try:
         verify_step(HEADER, step)
     except VerifyError:
         assert re.match(rf"step 2, replica {number}, stage \d: .*op \d[FBIW]\d", refused(step))
+        return
+    replica = step.replicas[number]
+    seconds = [[1.0] * len(program) for program in replica.programs]
+    timeline = simulate(replica.programs, seconds, [0.0] * len(replica.chunks))
+    ends = {}
+    for stage, program in enumerate(replica.programs):
+        for op, end in zip(program, timeline.end_s[stage], strict=True):
+            ends[stage, op.kind, op.chunk] = float(end)
+    backward = I if any(op.kind == I for op in replica.programs[0]) else B
+    for chain in chunk_chains(replica.chunks, step.sequences):
+        for before, after in itertools.pairwise(chain):
+            for stage in range(3):
+                assert ends[stage, F, before] < ends[stage, F, after]
+                assert ends[stage, backward, before] > ends[stage, backward, after]
+    for chunk in range(len(replica.chunks)):
+        assert ends[0, F, chunk] < ends[1, F, chunk] < ends[2, F, chunk] < ends[2, backward, chunk]
+        assert ends[2, backward, chunk] < ends[1, backward, chunk] < ends[0, backward, chunk]
 
 
 def swap(draw: random.Random, program: list[Op]) -> list[Op]:
