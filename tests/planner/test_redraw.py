@@ -61,7 +61,7 @@ def test_replicas_without_work_have_no_spans(plan: tuple[Header, Step]) -> None:
 
 def test_ops_and_profiles_without_a_price_are_refused(plan: tuple[Header, Step]) -> None:
     header = make_header()
-    with pytest.raises(PlanFileError, match="header: the profile cannot be used: .*missing required field"):
+    with pytest.raises(PlanFileError, match=r"header: the profile cannot be used: .*missing required field"):
         step_spans(header, make_step(header))
     priced = msgspec.structs.replace(plan[0], stages=make_header().stages)
     with pytest.raises(PlanFileError, match="has ops I and W; the plan's profile prices F and B"):
