@@ -68,11 +68,6 @@ def prepare(options: RunOptions) -> Run:
         raise InputError(f"--lr {options.lr}: a finite number from 0 up is needed")
     with open_plan(options.plan) as plan:
         header = plan.header
-        if header.dtype != "float32":
-            raise InputError(
-                f"{options.plan}: its times and bytes are for {header.dtype}, but training is in float32; "
-                "compile with a profile that was measured here"
-            )
         num_ranks = len(header.stages) * header.num_replicas
         run = Run(
             plan=options.plan,
@@ -92,6 +87,11 @@ def prepare(options: RunOptions) -> Run:
             from infinipipe.runtime.model import check_checkpoint
 
             check_checkpoint(header.model, run.model)
+        if header.dtype != "float32":
+            raise InputError(
+                f"{options.plan}: its times and bytes are for {header.dtype}, but training is in float32; "
+                "compile with a profile that was measured here"
+            )
         _check_steps(plan, run.num_steps)
     return run
 
