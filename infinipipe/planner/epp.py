@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import cut_chunks
 from infinipipe.planner.leads import Shape, memory_leads
@@ -29,7 +31,8 @@ _FRUGAL = Shape(0.0, 1_000_000)
 """One chain at a time: the least that can be in flight."""
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-_SHRINKS = 5
+_RETRIES = 3
+_SHRINKS = 3
 _EFFORT = 50_000
 """Chunks times stages that are simulated at most, give or take a climb: less than a second."""
 
@@ -105,24 +108,31 @@ class Search:
 
         Fewer chunks can help: large ones need much for a moment, but a sequence that is not split needs no slot.
         """
-        equal_tokens = min(self._space.attentions)
-        for changes in ({}, {"shape": _FRUGAL}, {"shape": _FRUGAL, "attention": equal_tokens}):
-            for count in self._counts_around(start.count):
-                if isinstance(self.best, Schedule):
-                    return
-                self.makespan(replace(start, count=count, **changes))
+        counts = self._counts_around(start.count)
+        for count in counts:
+            if math.isfinite(self.makespan(replace(start, count=count))):
+                return
+        self._shrink()
+        if isinstance(self.best, Schedule):
+            return
+        for attention in (start.attention, min(self._space.attentions)):
+            for count in counts:
+                self.makespan(replace(start, count=count, shape=_FRUGAL, attention=attention))
         self._shrink()
 
     def _shrink(self) -> None:
         """Follow what needs the least memory, for a while, until something fits or nothing needs less."""
         for _ in range(_SHRINKS):
             before = self._best_candidate
-            if isinstance(self.best, Schedule) or before is None:
+            if before is None:
                 return
-            for factor in (1.2, 1 / 1.2, 1.05, 1 / 1.05):
-                self.makespan(replace(before, count=self._clip(before.count * factor)))
-            for even in self._space.evens:
-                self.makespan(replace(before, even=even))
+            around: list[dict[str, Any]] = [{"count": self._clip(before.count * f)} for f in (1.2, 1 / 1.2, 1.05)]
+            around += [{"attention": attention} for attention in self._space.attentions]
+            around += [{"even": even} for even in self._space.evens]
+            for changes in around:
+                if isinstance(self.best, Schedule):
+                    return
+                self.makespan(replace(before, **changes))
             if before == self._best_candidate:
                 return
 
@@ -173,15 +183,26 @@ class Search:
         if isinstance(self.best, Schedule) and least >= self.best.makespan_s:
             return least
         self._effort += len(priced.chunks.chunks) * problem.pipeline.num_stages
-        leads = memory_leads(problem.pipeline, priced, candidate.shape)
-        memories = order_memories(problem, priced, leads)
-        if self._space.full_recompute:
-            found = fixed_schedule(problem, priced, memories, full_recompute(problem, priced))
-        else:
-            found = fit_schedule(problem, priced, memories)
+        found = self._order(priced, candidate.shape)
         if is_better(found, self.best):
             self.best, self._best_candidate = found, candidate
         return found.makespan_s if isinstance(found, Schedule) else math.inf
+
+    def _order(self, priced: Priced, shape: Shape) -> Schedule | Shortage:
+        """Order chunks and choose their recompute; where that does not fit, leave as much more free and try again."""
+        problem, margins = self._problem, np.zeros(self._problem.pipeline.num_stages)
+        found: Schedule | Shortage = Shortage(0, math.inf)
+        for _ in range(1 + _RETRIES):
+            leads = memory_leads(problem.pipeline, priced, shape, margins)
+            memories = order_memories(problem, priced, leads)
+            if self._space.full_recompute:
+                found = fixed_schedule(problem, priced, memories, full_recompute(problem, priced))
+            else:
+                found = fit_schedule(problem, priced, memories)
+            if isinstance(found, Schedule):
+                break
+            margins[found.stage] += found.bytes_needed - problem.pipeline.limits[found.stage]
+        return found
 
     def _price(self, candidate: Candidate) -> Priced:
         key = replace(candidate, shape=_FRUGAL)

@@ -25,11 +25,11 @@ class Shape:
     """F that the last stage may run between two B, to get ready for a long chain."""
 
 
-def memory_leads(pipeline: Pipeline, priced: Priced, shape: Shape) -> Ints:
+def memory_leads(pipeline: Pipeline, priced: Priced, shape: Shape, margins: Floats) -> Ints:
     """Return the leads of every stage; shape (stages, chunks).
 
-    A stage is held back where its chunks in flight would not fit even with all layers recomputed. What a
-    chain needs to end comes before that.
+    A stage is held back where its chunks in flight would not leave its margin of bytes free even with all layers
+    recomputed. What a chain needs to end comes before that.
     """
     window = adaptive_window(priced.chunks, shape.burst)
     least = np.array(priced.chunks.chain_ends, dtype=np.int64)
@@ -37,7 +37,7 @@ def memory_leads(pipeline: Pipeline, priced: Priced, shape: Shape) -> Ints:
     depth = np.floor(shape.ahead * np.arange(num_stages - 1, -1, -1)).astype(np.int64)
     leads = np.minimum(window[None, :] + depth[:, None], num_chunks)
     for stage in range(num_stages):
-        most = _most_in_flight(pipeline, priced, stage)
+        most = _most_in_flight(pipeline, priced, stage, float(margins[stage]))
         leads[stage] = np.maximum(least, np.minimum(leads[stage], most))
     return connect_leads(leads, least)
 
@@ -58,7 +58,7 @@ def connect_leads(leads: Ints, least: Ints) -> Ints:
     return leads
 
 
-def _most_in_flight(pipeline: Pipeline, priced: Priced, stage: int) -> Ints:
+def _most_in_flight(pipeline: Pipeline, priced: Priced, stage: int, margin: float) -> Ints:
     """Return for each B the most F that may come before it within memory."""
     costs, place = priced.costs, pipeline.stages[stage]
     backwards = backward_order(priced.chunks)
@@ -66,7 +66,7 @@ def _most_in_flight(pipeline: Pipeline, priced: Priced, stage: int) -> Ints:
     opened, closed, grads = _slots(pipeline, priced, stage, backwards)
     peaks = np.maximum(costs.forward_peak_bytes[stage], costs.backward_peak_bytes[stage] + 2 * costs.activation_bytes)
     reserve = float((peaks + 3 * costs.activation_bytes + costs.saved_bytes).max())
-    room = pipeline.limits[stage] - static_bytes(pipeline.profile, place) - reserve
+    room = pipeline.limits[stage] - static_bytes(pipeline.profile, place) - reserve - margin
     freed = np.concatenate([[0.0], np.cumsum(kept[backwards] + closed)[:-1]])
     return np.asarray(np.searchsorted(np.cumsum(kept + opened), room + freed - grads, side="right"))
 

@@ -53,7 +53,7 @@ def test_memory_holds_the_first_stages_back() -> None:
     for room_bytes in (10**9, 180_000, 172_000, 1):
         problem = toy_problem([10] * 12, [2, 2, 2], room_bytes)
         chunks, _, _ = cut(problem, 12)
-        firsts.append(int(memory_leads(problem.pipeline, price(problem, chunks), Shape(2.0, 1))[0, 0]))
+        firsts.append(int(memory_leads(problem.pipeline, price(problem, chunks), Shape(2.0, 1), np.zeros(3))[0, 0]))
     assert firsts[0] == 5
     assert firsts[-1] == 1
     assert firsts == sorted(firsts, reverse=True)
