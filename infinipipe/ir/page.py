@@ -11,7 +11,7 @@ import msgspec
 
 from infinipipe.ir.plan import Header, Replica, Step
 from infinipipe.ir.timeline import Span
-from infinipipe.ir.view import chunk_kind
+from infinipipe.ir.view import chunk_kind, profile_device
 
 # About 10 MB of numbers; a browser still draws a step in a second.
 MOST_SPANS = 150_000
@@ -41,7 +41,7 @@ def _plan_data(header: Header, steps: Iterable[tuple[Step, SequenceOf[Span]]]) -
         "model": header.model.name,
         "policy": header.policy,
         "dataset": header.dataset.path,
-        "device": _device(header),
+        "device": profile_device(header),
         "num_steps": header.num_steps,
         "stages": [
             {"layers": stage.num_layers, "limit": limit}
@@ -49,25 +49,6 @@ def _plan_data(header: Header, steps: Iterable[tuple[Step, SequenceOf[Span]]]) -
         ],
         "steps": _steps_data(steps),
     }
-
-
-class _Device(msgspec.Struct):
-    name: str
-
-
-class _Profile(msgspec.Struct):
-    """What the page says of the profile."""
-
-    device: _Device
-    source: str
-
-
-def _device(header: Header) -> str:
-    try:
-        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
-    except msgspec.ValidationError:
-        return "an unknown device"
-    return f"{profile.device.name} ({profile.source})"
 
 
 def _steps_data(steps: Iterable[tuple[Step, SequenceOf[Span]]]) -> list[Data]:

@@ -13,7 +13,7 @@ from infinipipe.ir.layout import shown
 from infinipipe.ir.plan import Header, Op, Replica, Step
 from infinipipe.ir.store import PlanReader
 from infinipipe.ir.text import show_program
-from infinipipe.ir.view import StepSummary, chunk_kind, step_summary
+from infinipipe.ir.view import StepSummary, chunk_kind, profile_device, step_summary
 
 # A plan may hold any number of each; a person reads the first, and JSON has them all.
 _MOST_SLICES, _MOST_CHUNKS, _MOST_OPS, _MOST_STEPS = 6, 200, 400, 1000
@@ -23,7 +23,10 @@ def plan_tables(reader: PlanReader, steps: Iterable[Step]) -> Group:
     """Return the plan's title, its stages and a row for each step."""
     header = reader.header
     summaries = [step_summary(step) for step in steps]
-    title = f"{header.model.name} by {header.policy}: {reader.num_steps} steps, {header.num_replicas} replicas"
+    title = (
+        f"{header.model.name} by {header.policy}: {reader.num_steps} steps, {header.num_replicas} replicas "
+        f"on {profile_device(header)}"
+    )
     # Text, as names may look like markup.
     return Group(
         Text(shown(title), style="bold"),

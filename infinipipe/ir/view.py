@@ -248,3 +248,23 @@ def _plain(view: msgspec.Struct) -> Document:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
+
+
+class _Device(msgspec.Struct):
+    name: str
+
+
+class _Profile(msgspec.Struct):
+    """What people are told of a plan's profile."""
+
+    device: _Device
+    source: str
+
+
+def profile_device(header: Header) -> str:
+    """Return the device that a plan was made for, and whether its costs were measured or are analytic."""
+    try:
+        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+    except msgspec.ValidationError:
+        return "an unknown device"
+    return f"{profile.device.name} ({profile.source})"

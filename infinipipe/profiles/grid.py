@@ -40,7 +40,7 @@ class Effort:
     """Of one repeat of one chunk."""
 
 
-FULL = Effort(num_points=44, num_held_out=20, min_repeats=5, seconds=32.0, most_seconds=1.5)
+FULL = Effort(num_points=40, num_held_out=20, min_repeats=5, seconds=26.0, most_seconds=1.3)
 QUICK = Effort(num_points=24, num_held_out=8, min_repeats=3, seconds=8.0, most_seconds=0.5)
 _HELD_OUT_SHARE = 0.3
 """Of the time."""

@@ -34,6 +34,12 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Ascending, at least two."""
     seconds: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse a curve that has no slope."""
+        steps = zip(self.tokens, self.tokens[1:], strict=False)
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or any(a >= b for a, b in steps):
+            raise ValueError("a curve needs at least two ascending sizes and as many seconds")
+
 
 class LayerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of one decoder layer for a chunk (design, section 5).

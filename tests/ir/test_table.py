@@ -28,7 +28,7 @@ def test_plan_tables_have_a_row_per_stage_and_step(tmp_path: Path) -> None:
     write_plan(tmp_path / "plan", header)
     with open_plan(tmp_path / "plan") as reader:
         lines = shown(plan_tables(reader, reader))
-    assert lines[0] == "[red]tiny[/red] by by-hand: 2 steps, 2 replicas"
+    assert lines[0] == "[red]tiny[/red] by by-hand: 2 steps, 2 replicas on an unknown device"
     assert lines[2] == "0 0-2 embedding 976.6 KiB 953.7 MiB"
     assert lines[4] == "2 6-7 head 976.6 KiB 953.7 MiB"
     assert lines[6] == "0 6 80 40 6 1 3 2 1 s 1.333 50.0% 25.0% 976.6 KiB"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from infinipipe.profiles import Profile, read_profile
 from infinipipe.profiles.bench import Bench
 from infinipipe.profiles.grid import Effort, OutOfMemory
 from infinipipe.profiles.machine import choose_device, memory_errors
+from infinipipe.profiles.transfer import measure_links
 from tests.runtime.replay import CPU, small_model
 
 TINY_EFFORT = Effort(num_points=18, num_held_out=4, min_repeats=2, seconds=2.0, most_seconds=0.3)
@@ -151,6 +155,37 @@ def test_a_model_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("infinipipe.profiles.measure.Bench", fail)
     with pytest.raises(InputError, match=r"does not fit into the memory of this device; .*--analytic DEVICE"):
         measure_profile(small_model(), device="cpu", quick=True, progress=lambda done, total: None)
+
+
+def test_a_machine_with_one_device_has_no_links() -> None:
+    links = measure_links("cpu", 1)
+    assert (links.num_ranks, links.transfer_s.rate, links.all_to_all_s.constant) == (1, 0.0, 0.0)
+
+
+def drop(curve: dict[str, list[float]], count: int) -> None:
+    curve["tokens"], curve["seconds"] = curve["tokens"][:count], curve["seconds"][:count]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p["times"].pop("layer_backward"), "missing required field `layer_backward`"),
+        (lambda p: drop(p["times"]["layer_forward"]["curve"], 1), "at least two ascending sizes"),
+        (lambda p: p["times"]["head_forward"]["tokens"].reverse(), "at least two ascending sizes"),
+        (lambda p: p["times"]["head_forward"]["seconds"].pop(), "as many seconds"),
+        (lambda p: p.update(surprise=1), "unknown field `surprise`"),
+    ],
+)
+def test_a_profile_with_missing_points_is_one_clear_error(
+    measured: Profile, tmp_path: Path, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    document = msgspec.to_builtins(measured)
+    document = json.loads(json.dumps(document))
+    change(document)
+    (tmp_path / "profile.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=words) as caught:
+        read_profile(tmp_path / "profile.json")
+    assert "infinipipe profile" in str(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
