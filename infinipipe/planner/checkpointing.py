@@ -41,6 +41,8 @@ class StageMemory:
     """(chunks,) the input that a recomputed layer still keeps."""
     gradients: Floats
     """(chunks,) what each layer's gradients of K and V take that the chunk's B brings."""
+    forward_excess: Floats
+    """(chunks,) what F needs besides for a moment where all layers are recomputed; less than `saved`."""
     num_layers: int
 
     def during(self, recompute: Ints) -> Floats:
@@ -48,10 +50,12 @@ class StageMemory:
         kept = (self.kept - self.saved * recompute)[self.chunks]
         backward = self.directions < 0
         held = np.cumsum(np.where(backward, -kept, kept))
+        forward_excess = self.forward_excess * (recompute == self.num_layers)
         excess = self.saved * (recompute == self.num_layers)
         for chunk in np.flatnonzero(self.gradients):
             excess[chunk] = self.excess(int(chunk), int(recompute[chunk]))
-        return np.asarray(self.fixed + held + np.where(backward, kept + excess[self.chunks], 0.0))
+        moment = np.where(backward, kept + excess[self.chunks], forward_excess[self.chunks])
+        return np.asarray(self.fixed + held + moment)
 
     def excess(self, chunk: int, recompute: int) -> float:
         """Return what a chunk's B needs above what is held; see `layers_excess_bytes`."""
@@ -93,6 +97,7 @@ def stage_memory(
         costs.saved_bytes,
         activation,
         gradients,
+        costs.recompute_excess_bytes[stage],
         place.num_layers,
     )
 
@@ -166,6 +171,7 @@ class _Sweep:
         self.counts: list[int] = start.tolist()
         self._memory = memory
         self._gradients: list[float] = memory.gradients.tolist()
+        self._forward_excess: list[float] = memory.forward_excess.tolist()
         self._num_layers = memory.num_layers
         self._limit = limit
         self._kept: list[float] = memory.kept.tolist()
@@ -180,7 +186,11 @@ class _Sweep:
         self._held += self._kept[chunk] - self.counts[chunk] * self._saved[chunk]
         if self._saved[chunk] > 0 and self.counts[chunk] < self._num_layers:
             self._raisable.add(chunk)
-        return self._fit(position, fixed + self._held - self._limit)
+        excess, full = self._forward_excess[chunk], self.counts[chunk] == self._num_layers
+        missing = self._fit(position, fixed + self._held - self._limit + full * excess)
+        if not full and self.counts[chunk] == self._num_layers:
+            missing = self._fit(position, missing + excess)
+        return missing
 
     def backward(self, position: int, chunk: int, fixed: float) -> float:
         """Let B run; return the bytes that cannot be found."""

@@ -225,6 +225,7 @@ def _bytes(model: Model) -> Bytes:
         embedding_per_token=_INT64,
         head_per_token=_INT64 + _BF16 * hidden,
         layer_forward_peak=Line(constant=0.0, rate=_BF16 * 3 * inner + _FP32 * hidden),
+        recompute_forward_peak=Line(constant=0.0, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden),
         layer_backward_peak=Line(constant=_BF16 * largest, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden),
         slice_backward_per_token=2 * _BF16 * query,
         context_per_token=2 * _BF16 * model.kv_size,

@@ -65,21 +65,25 @@ class Bench:
                 lambda: self.run_layer(hidden, rotary, self.segments(slices)), gradient
             )
             recomputed = self._forward_backward(
-                lambda: checkpoint(
-                    self.layer,
-                    hidden,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    position_embeddings=rotary,
-                    segments=self.segments(slices),
-                ),
-                gradient,
+                lambda: self.checkpoint_layer(hidden, rotary, self.segments(slices)), gradient
             )
             return {"forward": forward, "backward": backward, "recomputed": sum(recomputed)}
 
     def run_layer(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
         """Run the layer's forward."""
         output: Tensor = self.layer(hidden, position_embeddings=rotary, segments=segments)
+        return output
+
+    def checkpoint_layer(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """Run the layer's forward without keeping its activations."""
+        output: Tensor = checkpoint(
+            self.layer,
+            hidden,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            position_embeddings=rotary,
+            segments=segments,
+        )
         return output
 
     def end_curves(self, sizes: Sequence[int], repeats: int) -> dict[str, Curve]:

@@ -118,6 +118,11 @@ class Costs:
     """(C,) not kept for each recomputed layer."""
     forward_peak_bytes: Floats
     """Needed in F for a moment above what it keeps."""
+    recompute_excess_bytes: Floats
+    """The same besides where all layers are recomputed: a layer that keeps nothing peaks above what it keeps.
+
+    With any layer that is not recomputed, its activations are more than that.
+    """
     backward_peak_bytes: Floats
     """Needed in B for a moment."""
     activation_bytes: Floats
@@ -135,6 +140,7 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
     def layer(time: LayerTime) -> Floats:
         return layer_seconds(time, tokens, loads.pairs, loads.slices, loads.context, loads.continued)
 
+    dropped_peak = sizes.recompute_forward_peak.constant + sizes.recompute_forward_peak.rate * tokens
     full = tokens * sizes.layer_full_per_token + np.where(loads.whole, tokens * sizes.layer_kv_per_token, 0)
     activation: Floats = np.multiply(tokens, sizes.activation_per_token, dtype=np.float64)
     piece = np.minimum(tokens, logits_tokens) * sizes.logits_per_token
@@ -165,6 +171,10 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
         + tokens * (sizes.chunk_per_token + first * sizes.embedding_per_token + last * sizes.head_per_token),
         saved_bytes=full - activation,
         forward_peak_bytes=np.maximum(forward_peak, last * head_peak),
+        # What the head keeps is not there yet when the layers run.
+        recompute_excess_bytes=np.maximum(
+            0.0, dropped_peak - np.maximum(forward_peak, last * head_peak) - last * tokens * sizes.head_per_token
+        ),
         # The embedding's backward runs when the layers' activations are gone, so only its excess counts.
         backward_peak_bytes=np.maximum.reduce(
             [backward_peak + after_head, last * head_backward_peak, first * (embedding_peak - layers * full)]
@@ -218,6 +228,8 @@ def replay_memory(
                     held += num_layers * length * sizes.layer_kv_per_token
                 held += kept[chunk]
                 moment += held + costs.forward_peak_bytes[stage, chunk]
+                if recompute[chunk] == num_layers:
+                    moment += costs.recompute_excess_bytes[stage, chunk]
                 num_f += 1
                 after[position] = held
             case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:

@@ -57,6 +57,7 @@ class Footprint:
         bench, (small, large) = self._bench, TOKENS
         whole = [self._layer(((0, n),)) for n in TOKENS]
         split = [self._layer(((n, n),)) for n in TOKENS]
+        dropped = [self._layer(((start, n),), recompute=True) for n in TOKENS for start in (0, n)]
         embedding = [self._count(bench.embedding(n), bench.noise(n)) for n in TOKENS]
         head = [self._count(bench.head(n), torch.ones((), device=bench.device)) for n in TOKENS]
         context, beside = self._context(small)
@@ -75,6 +76,7 @@ class Footprint:
             head_per_token=head[1].kept / large,
             # A whole sequence and a slice need different things for a moment; take the larger.
             layer_forward_peak=_line([max(w.forward_peak, s.forward_peak) for w, s in zip(whole, split, strict=True)]),
+            recompute_forward_peak=_line([max(c.forward_peak for c in dropped[i : i + 2]) for i in (0, 2)]),
             layer_backward_peak=_line([count.backward_peak for count in whole]),
             slice_backward_per_token=beside,
             context_per_token=context,
@@ -96,10 +98,11 @@ class Footprint:
             return per_token, (low - per_token * near) / length
         raise OutOfMemory
 
-    def _layer(self, slices: Slices) -> _Count:
+    def _layer(self, slices: Slices, *, recompute: bool = False) -> _Count:
         hidden, rotary, gradient = self._bench.inputs(slices)
         segments = self._bench.segments(slices)
-        return self._count(lambda: self._bench.run_layer(hidden, rotary, segments), gradient)
+        run = self._bench.checkpoint_layer if recompute else self._bench.run_layer
+        return self._count(lambda: run(hidden, rotary, segments), gradient)
 
     def _count(self, forward: Callable[[], Tensor], gradient: Tensor) -> _Count:
         memory = self._memory

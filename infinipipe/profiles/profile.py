@@ -111,6 +111,8 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Kept on the last stage besides."""
     layer_forward_peak: Line
     """What a layer's F needs for a moment above what it keeps, per token."""
+    recompute_forward_peak: Line
+    """What the F of a layer that is recomputed needs for a moment above its input, per token."""
     layer_backward_peak: Line
     """What a layer's B needs for a moment, per token."""
     slice_backward_per_token: float

@@ -42,6 +42,7 @@ def round_profile() -> Profile:
         embedding_per_token=2.0,
         head_per_token=3.0,
         layer_forward_peak=Line(constant=7.0, rate=5.0),
+        recompute_forward_peak=Line(constant=0.0, rate=30.0),
         layer_backward_peak=Line(constant=9.0, rate=6.0),
         slice_backward_per_token=4.0,
         context_per_token=4.0,
@@ -130,6 +131,7 @@ def test_chunk_costs_by_hand() -> None:
     assert costs.kept_bytes[1].tolist() == [8 * (3 * 100 + 1 + 3), 7 * (3 * 120 + 1 + 3)]
     assert costs.saved_bytes.tolist() == [8 * 90, 7 * 110]
     assert costs.forward_peak_bytes[0].tolist() == [7 + 40, 7 + 35]
+    assert costs.recompute_excess_bytes.tolist() == [[8 * 30 - 47, 7 * 30 - 42], [0, 0]]
     assert costs.forward_peak_bytes[1].tolist() == [11 + 64 + 4000, 11 + 56 + 4000]
     assert costs.backward_peak_bytes[1].tolist() == [9 + 48 + 8 * (10 - 3), 28 + 32 + 7 * (10 - 3)]
     assert costs.activation_bytes.tolist() == [80, 70]
@@ -171,6 +173,18 @@ def test_full_recompute_brings_one_layer_back_and_partial_does_not() -> None:
     ]
     assert peaks[0] - peaks[1] == 8 * 110
     assert peaks[2] == peaks[1]
+
+
+def test_forward_needs_more_for_a_moment_where_nothing_is_kept() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 8, 7),)
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)),), sequences)
+    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=1024)
+    peaks = [
+        replay_memory(profile, (FIRST, LAST), 0, sequences, loads, costs, program("F0 B0"), (r,)).during[0]
+        for r in (0, 1, 2)
+    ]
+    assert np.diff(peaks).tolist() == [-8 * 110, -8 * 110 + (8 * 30 - 47)]
 
 
 def test_weight_gradients_apart_keep_the_activations_until_w() -> None:

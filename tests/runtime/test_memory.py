@@ -121,6 +121,15 @@ def test_recompute_lowers_the_peak_as_predicted(profile: Profile) -> None:
     assert peaks[4] < 0.6 * peaks[0]
 
 
+@pytest.mark.parametrize("recompute", [3, 4])
+def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(profile: Profile, recompute: int) -> None:
+    """Where all layers are recomputed, F needs more for a moment than it keeps."""
+    dataset = MemoryDataset([600, 1600])
+    chunks = [[(0, 0, 600)], [(1, 0, 1600)]]
+    step = hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], lambda s, c: c * recompute)
+    measured_close(profile, gpipe(step, 2))
+
+
 @pytest.mark.parametrize("recompute", [0, 2, 4])
 def test_peak_of_split_and_hybrid_chunks(profile: Profile, recompute: int) -> None:
     """K and V of the whole sequence from its first F, and their gradients from its first B."""
