@@ -12,7 +12,9 @@ from infinipipe.ir import Header, PlanReader, Report, Step
 from infinipipe.planner.redraw import check_predictions, is_priced
 
 _PREDICTED = "Predicted times and peaks are those that the plan's profile gives."
-_UNPREDICTED = "Not checked: predicted times and peaks of {} steps with I and W, which profiles do not price."
+_UNPREDICTED = (
+    "Not checked: predicted times and peaks of {} steps with I and W, which the plan's profile does not price."
+)
 _DATA = "Rows have the dataset's lengths and targets, which are those of {}."
 _NO_DATA = "Not checked: the dataset; name it with --data."
 
@@ -33,7 +35,7 @@ class Proof:
         """
         if self._dataset is not None:
             _check_rows(self._dataset, step)
-        if is_priced(step):
+        if is_priced(self._header, step):
             check_predictions(self._header, step)
         else:
             self._num_unpriced += 1

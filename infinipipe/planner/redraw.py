@@ -12,14 +12,23 @@ import msgspec
 import numpy as np
 
 from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
-from infinipipe.ir import Header, Op, OpKind, Replica, StagePrediction, Step
+from infinipipe.ir import Header, OpKind, Replica, StagePrediction, Step
 from infinipipe.ir.text import window
 from infinipipe.ir.timeline import Span
 from infinipipe.planner.simulate import Floats, Timeline, simulate
 from infinipipe.profiles import Profile
-from infinipipe.profiles.cost import Costs, MemoryTrace, chunk_costs, chunk_loads, optimizer_seconds, replay_memory
+from infinipipe.profiles.cost import (
+    MemoryTrace,
+    chunk_costs,
+    chunk_loads,
+    op_seconds,
+    optimizer_seconds,
+    replay_memory,
+    split_costs,
+)
 
-_UNPRICED = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+_SPLIT = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
+_RECOMPUTING = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
 _TOLERANCE = 1e-9
 
 
@@ -27,10 +36,10 @@ def step_spans(header: Header, step: Step) -> tuple[Span, ...]:
     """Return every op of a step with its predicted times and memory.
 
     Raises:
-        PlanFileError: the step has I and W, which no profile prices.
+        PlanFileError: the step has I and W, which the plan's profile does not price.
         VerifyError: the plan's profile cannot be used.
     """
-    if not is_priced(step):
+    if not is_priced(header, step):
         raise PlanFileError(f"step {step.index} has ops I and W; the plan's profile prices F and B, so it has no times")
     spans: list[Span] = []
     for number, drawn in _redraw(header, _profile(header), step):
@@ -38,9 +47,18 @@ def step_spans(header: Header, step: Step) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def is_priced(step: Step) -> bool:
-    """Return whether profiles price all ops of a step: F and B, but not I and W."""
-    return not any(op.kind in _UNPRICED for replica in step.replicas for program in replica.programs for op in program)
+def is_priced(header: Header, step: Step) -> bool:
+    """Return whether the plan's profile prices all ops of a step: I and W are not in every profile."""
+    if not _has_split(step.replicas):
+        return True
+    try:
+        return _profile(header).prices_split
+    except VerifyError:
+        return False
+
+
+def _has_split(replicas: SequenceOf[Replica]) -> bool:
+    return any(op.kind in _SPLIT for replica in replicas for program in replica.programs for op in program)
 
 
 def check_predictions(header: Header, step: Step) -> None:
@@ -113,7 +131,7 @@ class _Drawn:
                     op=op,
                     start_s=float(start_s[position]),
                     end_s=float(end_s[position]),
-                    recompute_s=float(self.recompute_s[stage, op.chunk]) if op.kind == OpKind.BACKWARD else 0.0,
+                    recompute_s=float(self.recompute_s[stage, op.chunk]) if op.kind in _RECOMPUTING else 0.0,
                     during_bytes=round(memory.during[position]),
                     after_bytes=round(memory.after[position]),
                 )
@@ -141,20 +159,16 @@ def _finite(step: Step) -> Iterator[None]:
 def _redraw_replica(header: Header, profile: Profile, step: Step, replica: Replica) -> _Drawn:
     loads = chunk_loads(replica.chunks, step.sequences)
     costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
+    split = split_costs(profile, header.stages, loads) if _has_split((replica,)) else None
     recompute_s = np.array(replica.recompute) * costs.recompute_s
-    seconds = [_seconds(costs, recompute_s, stage, program) for stage, program in enumerate(replica.programs)]
+    ops = list(zip(range(len(header.stages)), replica.programs, replica.recompute, strict=True))
+    seconds = [op_seconds(costs, split, stage, program, recompute) for stage, program, recompute in ops]
     timeline = simulate(replica.programs, seconds, costs.transfer_s.tolist())
     memory = tuple(
-        replay_memory(profile, header.stages, stage, step.sequences, loads, costs, program, replica.recompute[stage])
-        for stage, program in enumerate(replica.programs)
+        replay_memory(profile, header.stages, stage, step.sequences, loads, costs, program, recompute, split)
+        for stage, program, recompute in ops
     )
     numbers = (timeline.makespan_s, *(float(trace.during.max()) for trace in memory))
     if not all(map(math.isfinite, numbers)):
         raise ArithmeticError("they overflow")
     return _Drawn(timeline, recompute_s, memory)
-
-
-def _seconds(costs: Costs, recompute_s: Floats, stage: int, program: SequenceOf[Op]) -> list[float]:
-    forward = costs.forward_s[stage].tolist()
-    backward = (costs.backward_s[stage] + recompute_s[stage]).tolist()
-    return [(forward if op.kind == OpKind.FORWARD else backward)[op.chunk] for op in program]

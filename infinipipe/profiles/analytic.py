@@ -9,6 +9,10 @@ Every part of a layer takes the longer of what its arithmetic and its memory tra
 * the rest (norms, rotary embedding, activation, residuals): memory traffic at `_COPY_EFFICIENCY` of the bandwidth.
 * and never less than it takes to launch its kernels.
 
+I and W share what B does: I has the products that give gradients of inputs, attention and the rest, W the products that
+give gradients of weights. Together they cost more than B, as what lies between is not at hand any more: W reads the
+inputs of its products and the gradients of their outputs, `layer_split_per_token` bytes, once more.
+
 Bytes are those that the Hugging Face layer saves for its backward: the norms compute in float32 and the
 products of the MLP are all kept. Static bytes: parameter 2, and in float32 gradient, two moments and master copy.
 """
@@ -18,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from infinipipe import __version__
 from infinipipe.errors import InputError
@@ -71,6 +77,8 @@ _LINK_EFFICIENCY = 0.75
 _TILE = 128
 _LAUNCH_S = 4e-6
 _LAYER_KERNELS = 30
+_WEIGHT_KERNELS = 14
+"""Of W: each of a layer's products and the addition to the gradient."""
 _HEAD_KERNELS = 10
 _MERGE_KERNELS = 6
 _CHUNK_FORWARD_S, _CHUNK_BACKWARD_S = 200e-6, 300e-6
@@ -142,6 +150,8 @@ def _times(model: Model, sheet: _Sheet) -> Times:
             rate=(_DEVICES_PER_SERVER - 1) / _DEVICES_PER_SERVER / (sheet.link * _LINK_EFFICIENCY),
         ),
         all_to_all_ranks=_DEVICES_PER_SERVER,
+        layer_input_backward=_layer_input_time(model, sheet),
+        layer_weight_backward=_layer_weight_time(model, sheet),
     )
 
 
@@ -157,9 +167,8 @@ def _layer_time(model: Model, sheet: _Sheet, *, backward: bool) -> LayerTime:
     copy = sheet.bandwidth * _COPY_EFFICIENCY
 
     def seconds(tokens: int) -> float:
-        matmuls = sum(_matmul_seconds(sheet, tokens, m, n) for m, n in _layer_matmuls(model))
         traffic = tokens * _layer_traffic(model) / copy
-        return work * max(matmuls + traffic, _LAYER_KERNELS * _LAUNCH_S)
+        return work * max(_layer_matmul_seconds(model, sheet, tokens) + traffic, _LAYER_KERNELS * _LAUNCH_S)
 
     # The second call reads K and V of the context, and backward adds to their float32 gradients besides;
     # merging reads two outputs and writes one.
@@ -173,6 +182,39 @@ def _layer_time(model: Model, sheet: _Sheet, *, backward: bool) -> LayerTime:
         s_per_context_token=context / copy,
         s_per_continued_token=merged / copy,
     )
+
+
+def _layer_input_time(model: Model, sheet: _Sheet) -> LayerTime:
+    """B without the products of W."""
+    copy = sheet.bandwidth * _COPY_EFFICIENCY
+
+    def seconds(tokens: int) -> float:
+        matmuls, traffic = _layer_matmul_seconds(model, sheet, tokens), tokens * _layer_traffic(model) / copy
+        return max(matmuls + 2 * traffic, (2 * _LAYER_KERNELS - _WEIGHT_KERNELS) * _LAUNCH_S)
+
+    return replace(_layer_time(model, sheet, backward=True), curve=_curve(seconds))
+
+
+def _layer_weight_time(model: Model, sheet: _Sheet) -> LayerTime:
+    """Products of a layer's inputs and output gradients, which it reads anew. Attention has no weights."""
+    copy = sheet.bandwidth * _COPY_EFFICIENCY
+
+    def seconds(tokens: int) -> float:
+        read = tokens * _layer_split_bytes(model) / copy
+        return max(_layer_matmul_seconds(model, sheet, tokens) + read, _WEIGHT_KERNELS * _LAUNCH_S)
+
+    return LayerTime(
+        curve=_curve(seconds),
+        s_per_pair=0.0,
+        s_per_slice=0.0,
+        s_per_context=0.0,
+        s_per_context_token=0.0,
+        s_per_continued_token=0.0,
+    )
+
+
+def _layer_matmul_seconds(model: Model, sheet: _Sheet, tokens: int) -> float:
+    return sum(_matmul_seconds(sheet, tokens, inputs, outputs) for inputs, outputs in _layer_matmuls(model))
 
 
 def _layer_matmuls(model: Model) -> list[tuple[int, int]]:
@@ -197,6 +239,18 @@ def _layer_traffic(model: Model) -> int:
     activation = 5 * _BF16 * model.intermediate_size
     residuals = 2 * 3 * _BF16 * model.hidden_size
     return norms + rotary + activation + residuals
+
+
+def _layer_split_bytes(model: Model) -> int:
+    """Bytes per token of the inputs of a layer's products and of their outputs' gradients.
+
+    Q, K and V have one input, and so have the first two products of the MLP. The norms are no part of it: the gradients
+    of their weights fall off where those of their inputs are computed.
+    """
+    hidden, query, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+    inputs = hidden + query + hidden + inner
+    outputs = query + 2 * model.kv_size + hidden + 2 * inner + hidden
+    return _BF16 * (inputs + outputs)
 
 
 def _head_seconds(model: Model, sheet: _Sheet, tokens: int) -> float:
@@ -233,4 +287,5 @@ def _bytes(model: Model) -> Bytes:
         head_forward_peak=Line(constant=_BF16 * model.embedding_parameters, rate=2 * _FP32 * hidden),
         head_backward_peak=Line(constant=0.0, rate=(_BF16 + 2 * _FP32) * hidden),
         logits_per_token=model.vocabulary_size * (_BF16 + 2 * _FP32),
+        layer_split_per_token=_layer_split_bytes(model),
     )

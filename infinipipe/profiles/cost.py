@@ -3,6 +3,11 @@
 The bytes follow the runtime: F keeps activations until B; a split sequence's K and V
 stay in a slot from its first F until its first slice's B, and their gradients from its
 first B on; one transfer a direction is posted ahead and one may be unfinished.
+
+The runtime does not split B into I and W. Where a profile prices them: I does all that B does for activations,
+recompute, attention and K and V included, and leaves for W the inputs of a layer's products and the gradients of
+their outputs. The head's weight has its gradient since F, so the last stage's W is of layers only; the
+embedding has nothing but a W.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infinipipe.ir import Chunk, Model, Op, OpKind, Sequence, Stage
-from infinipipe.profiles.profile import Curve, LayerTime, Profile
+from infinipipe.profiles.profile import Curve, LayerTime, Line, Profile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -129,6 +134,23 @@ class Costs:
     """(C,) one transfer."""
 
 
+@dataclass(frozen=True)
+class SplitCosts:
+    """Seconds and bytes of C chunks on P stages where B is split into I and W. Arrays are as those of `Costs`."""
+
+    input_s: Floats
+    """Without recompute, which adds to I what it would add to B."""
+    weight_s: Floats
+    left_bytes: Floats
+    """(C,) from I to W for each layer, whether it was recomputed or not."""
+    embedding_left_bytes: Floats
+    """From I to W besides: on the first stage the embedding's tokens and the gradient of its output."""
+    input_peak_bytes: Floats
+    """Needed in I for a moment."""
+    weight_peak_bytes: Floats
+    """Needed in W for a moment."""
+
+
 def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logits_tokens: int) -> Costs:
     """Price chunks on every stage."""
     times, sizes = profile.times, profile.bytes
@@ -136,37 +158,24 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
     first = np.array([[s.embedding] for s in stages])
     last = np.array([[s.head] for s in stages])
     tokens = loads.tokens
-
-    def layer(time: LayerTime) -> Floats:
-        return layer_seconds(time, tokens, loads.pairs, loads.slices, loads.context, loads.continued)
-
-    dropped_peak = sizes.recompute_forward_peak.constant + sizes.recompute_forward_peak.rate * tokens
+    dropped_peak = _line_values(sizes.recompute_forward_peak, tokens)
     full = tokens * sizes.layer_full_per_token + np.where(loads.whole, tokens * sizes.layer_kv_per_token, 0)
     activation: Floats = np.multiply(tokens, sizes.activation_per_token, dtype=np.float64)
     piece = np.minimum(tokens, logits_tokens) * sizes.logits_per_token
-    forward_peak = sizes.layer_forward_peak.constant + sizes.layer_forward_peak.rate * tokens
-    head_peak = sizes.head_forward_peak.constant + sizes.head_forward_peak.rate * tokens + piece
-    # The gradients of the context's K and V come and go within attention, which is not where a layer peaks otherwise.
-    slice_peak = sizes.slice_backward_per_token * tokens + sizes.context_per_token * loads.context
-    backward_peak = np.maximum(
-        sizes.layer_backward_peak.constant + sizes.layer_backward_peak.rate * tokens,
-        np.where(loads.context > 0, slice_peak, 0.0),
-    )
-    # What the head kept is gone when the layers run backward, but for the gradient that it hands them.
-    head_backward_peak = sizes.head_backward_peak.constant + sizes.head_backward_peak.rate * tokens
-    after_head = last * (activation - tokens * sizes.head_per_token)
-    embedding_peak = sizes.embedding_backward_peak.constant + sizes.embedding_backward_peak.rate * tokens
+    forward_peak = _line_values(sizes.layer_forward_peak, tokens)
+    head_peak = _line_values(sizes.head_forward_peak, tokens) + piece
+    embedding_peak = _line_values(sizes.embedding_backward_peak, tokens)
     return Costs(
         forward_s=times.chunk_forward_s
-        + layers * layer(times.layer_forward)
+        + layers * _layer_seconds(times.layer_forward, loads)
         + first * curve_seconds(times.embedding_forward, tokens)
         + last * curve_seconds(times.head_forward, tokens),
         backward_s=times.chunk_backward_s
-        + layers * layer(times.layer_backward)
+        + layers * _layer_seconds(times.layer_backward, loads)
         + first * curve_seconds(times.embedding_backward, tokens)
         + last * curve_seconds(times.head_backward, tokens),
-        recompute_s=layer(times.layer_recompute),
-        transfer_s=np.asarray(times.transfer_s.constant + times.transfer_s.rate * activation),
+        recompute_s=_layer_seconds(times.layer_recompute, loads),
+        transfer_s=_line_values(times.transfer_s, activation),
         kept_bytes=layers * full
         + tokens * (sizes.chunk_per_token + first * sizes.embedding_per_token + last * sizes.head_per_token),
         saved_bytes=full - activation,
@@ -176,11 +185,79 @@ def chunk_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads, logit
             0.0, dropped_peak - np.maximum(forward_peak, last * head_peak) - last * tokens * sizes.head_per_token
         ),
         # The embedding's backward runs when the layers' activations are gone, so only its excess counts.
-        backward_peak_bytes=np.maximum.reduce(
-            [backward_peak + after_head, last * head_backward_peak, first * (embedding_peak - layers * full)]
+        backward_peak_bytes=np.maximum(
+            _layers_backward_peak(profile, stages, loads), first * (embedding_peak - layers * full)
         ),
         activation_bytes=activation,
     )
+
+
+def _layer_seconds(time: LayerTime, loads: Loads) -> Floats:
+    return layer_seconds(time, loads.tokens, loads.pairs, loads.slices, loads.context, loads.continued)
+
+
+def _line_values(line: Line, counts: Ints | Floats) -> Floats:
+    return np.asarray(line.constant + line.rate * counts)
+
+
+def _layers_backward_peak(profile: Profile, stages: SequenceOf[Stage], loads: Loads) -> Floats:
+    """(P, C) bytes that the backward of head and layers needs for a moment."""
+    sizes, tokens = profile.bytes, loads.tokens
+    last = np.array([[s.head] for s in stages])
+    # The gradients of the context's K and V come and go within attention, which is not where a layer peaks otherwise.
+    slice_peak = sizes.slice_backward_per_token * tokens + sizes.context_per_token * loads.context
+    layer_peak = np.maximum(
+        _line_values(sizes.layer_backward_peak, tokens), np.where(loads.context > 0, slice_peak, 0.0)
+    )
+    # What the head kept is gone when the layers run backward, but for the gradient that it hands them.
+    after_head = last * (tokens * sizes.activation_per_token - tokens * sizes.head_per_token)
+    return np.asarray(np.maximum(layer_peak + after_head, last * _line_values(sizes.head_backward_peak, tokens)))
+
+
+def split_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads) -> SplitCosts | None:
+    """Price I and W of chunks on every stage; None if the profile does not."""
+    times, sizes, tokens = profile.times, profile.bytes, loads.tokens
+    input_time, weight_time, per_token = (
+        times.layer_input_backward,
+        times.layer_weight_backward,
+        sizes.layer_split_per_token,
+    )
+    if input_time is None or weight_time is None or per_token is None:
+        return None
+    layers = np.array([[s.num_layers] for s in stages])
+    first = np.array([[s.embedding] for s in stages])
+    last = np.array([[s.head] for s in stages])
+
+    left: Floats = np.multiply(tokens, per_token, dtype=np.float64)
+    embedding_left: Floats = tokens * np.float64(sizes.activation_per_token + sizes.embedding_per_token)
+    embedding_peak = _line_values(sizes.embedding_backward_peak, tokens)
+    return SplitCosts(
+        input_s=times.chunk_backward_s
+        + layers * _layer_seconds(input_time, loads)
+        + last * curve_seconds(times.head_backward, tokens),
+        # Coming back to a chunk costs what coming to it does.
+        weight_s=times.chunk_backward_s
+        + layers * _layer_seconds(weight_time, loads)
+        + first * curve_seconds(times.embedding_backward, tokens),
+        left_bytes=left,
+        embedding_left_bytes=first * embedding_left,
+        input_peak_bytes=_layers_backward_peak(profile, stages, loads),
+        # One weight's gradient before it is added; the embedding's comes when what the layers left is gone.
+        weight_peak_bytes=np.maximum(sizes.layer_backward_peak.constant, first * (embedding_peak - layers * left)),
+    )
+
+
+def op_seconds(
+    costs: Costs, split: SplitCosts | None, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]
+) -> list[float]:
+    """Return the seconds of every op of one stage's program; `split` prices its I and W, if it has any."""
+    recompute_s = np.asarray(recompute) * costs.recompute_s
+    columns = {OpKind.FORWARD: costs.forward_s[stage], OpKind.BACKWARD: costs.backward_s[stage] + recompute_s}
+    if split is not None:
+        columns[OpKind.BACKWARD_INPUT] = split.input_s[stage] + recompute_s
+        columns[OpKind.BACKWARD_WEIGHT] = split.weight_s[stage]
+    seconds = {kind: column.tolist() for kind, column in columns.items()}
+    return [seconds[op.kind][op.chunk] for op in program]
 
 
 @dataclass(frozen=True)
@@ -202,60 +279,140 @@ def replay_memory(
     costs: Costs,
     program: SequenceOf[Op],
     recompute: SequenceOf[int],
+    split: SplitCosts | None = None,
 ) -> MemoryTrace:
-    """Replay one stage's program and return the bytes it holds, static ones included."""
-    full = costs.saved_bytes + costs.activation_bytes
-    sizes, num_layers = profile.bytes, stages[stage].num_layers
-    receives_forward, receives_backward = not stages[stage].embedding, not stages[stage].head
-    forwards = [op.chunk for op in program if op.kind == OpKind.FORWARD]
-    backwards = [op.chunk for op in program if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)]
-    kept = costs.kept_bytes[stage] - costs.saved_bytes * np.asarray(recompute)
-    held = float(static_bytes(profile, stages[stage]))
+    """Replay one stage's program and return the bytes it holds, static ones included.
+
+    `split` prices its I and W, if it has any.
+    """
+    memory = Memory(profile, stages, stage, sequences, loads, costs, program, recompute, split)
     during, after = np.zeros(len(program)), np.zeros(len(program))
-    num_f = num_b = 0
-    slots: set[int] = set()
-    slot_grads: set[int] = set()
     for position, op in enumerate(program):
-        chunk, sequence = op.chunk, int(loads.split[op.chunk])
-        length = sequences[sequence].length if sequence >= 0 else 0
-        activation = float(costs.activation_bytes[chunk])
-        moment = _buffer_bytes(costs, forwards, num_f, op.kind == OpKind.FORWARD, receives_forward, receives_backward)
-        moment += _buffer_bytes(costs, backwards, num_b, op.kind != OpKind.FORWARD, receives_backward, receives_forward)
-        match op.kind:
-            case OpKind.FORWARD:
-                if sequence >= 0 and sequence not in slots:
-                    slots.add(sequence)
-                    held += num_layers * length * sizes.layer_kv_per_token
-                held += kept[chunk]
-                moment += held + costs.forward_peak_bytes[stage, chunk]
-                if recompute[chunk] == num_layers:
-                    moment += costs.recompute_excess_bytes[stage, chunk]
-                num_f += 1
-                after[position] = held
-            case OpKind.BACKWARD | OpKind.BACKWARD_INPUT:
-                gradients = 0.0
-                if sequence >= 0 and sequence not in slot_grads:
-                    slot_grads.add(sequence)
-                    gradients = float(length * sizes.layer_kv_grad_per_token)
-                    held += num_layers * gradients
-                excess = layers_excess_bytes(num_layers, recompute[chunk], full[chunk], activation, gradients)
-                moment += held + costs.backward_peak_bytes[stage, chunk] + excess + receives_backward * activation
-                num_b += 1
-                if op.kind == OpKind.BACKWARD:
-                    held -= kept[chunk]
-                if sequence >= 0 and loads.context[chunk] == 0:
-                    held -= num_layers * length * (sizes.layer_kv_per_token + sizes.layer_kv_grad_per_token)
-                after[position] = held
-            case OpKind.BACKWARD_WEIGHT:
-                moment += held + costs.backward_peak_bytes[stage, chunk]
-                held -= kept[chunk]
-                after[position] = held
-        during[position] = moment
+        during[position] = memory.run(op)
+        after[position] = memory.held
     return MemoryTrace(during=during, after=after)
 
 
-def layers_excess_bytes(num_layers: int, recompute: int, full: float, activation: float, gradients: float) -> float:
-    """Return the most that a stage's layers hold within a B, above what the chunk kept and all its slot gradients.
+class Memory:
+    """The bytes that one stage holds, op by op. A shallow copy goes on by itself.
+
+    The ops may come in another order than in the program, and its B be split or not, but F come in its order of F, and
+    B and I in its order of both.
+    """
+
+    held: float
+    """After the ops so far, static bytes included."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        stages: SequenceOf[Stage],
+        stage: int,
+        sequences: SequenceOf[Sequence],
+        loads: Loads,
+        costs: Costs,
+        program: SequenceOf[Op],
+        recompute: SequenceOf[int],
+        split: SplitCosts | None = None,
+    ) -> None:
+        self.held = float(static_bytes(profile, stages[stage]))
+        self._stage, self._place, self._sizes = stage, stages[stage], profile.bytes
+        self._costs, self._split = costs, split
+        self._contexts: list[int] = loads.context.tolist()
+        self._sequences: list[int] = loads.split.tolist()
+        self._lengths = [sequences[s].length if s >= 0 else 0 for s in self._sequences]
+        self._forwards = [op.chunk for op in program if op.kind == OpKind.FORWARD]
+        self._backwards = [op.chunk for op in program if op.kind in (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)]
+        self._recompute = recompute
+        self._kept = costs.kept_bytes[stage] - costs.saved_bytes * np.asarray(recompute)
+        self._full = costs.saved_bytes + costs.activation_bytes
+        self._num_forward = self._num_backward = 0
+        self._slots: frozenset[int] = frozenset()
+        self._slot_grads: frozenset[int] = frozenset()
+
+    def run(self, op: Op) -> float:
+        """Run an op and return the most bytes that are held meanwhile."""
+        match op.kind:
+            case OpKind.FORWARD:
+                return self._forward(op.chunk)
+            case OpKind.BACKWARD:
+                return self._backward(op.chunk)
+            case OpKind.BACKWARD_INPUT:
+                return self._backward_input(op.chunk)
+            case OpKind.BACKWARD_WEIGHT:
+                return self._backward_weight(op.chunk)
+
+    def _forward(self, chunk: int) -> float:
+        moment = self._buffers(OpKind.FORWARD)
+        sequence = self._sequences[chunk]
+        if sequence >= 0 and sequence not in self._slots:
+            self._slots |= {sequence}
+            self.held += self._place.num_layers * self._lengths[chunk] * self._sizes.layer_kv_per_token
+        self.held += self._kept[chunk]
+        self._num_forward += 1
+        moment += self.held + self._costs.forward_peak_bytes[self._stage, chunk]
+        if self._recompute[chunk] == self._place.num_layers:
+            moment += self._costs.recompute_excess_bytes[self._stage, chunk]
+        return float(moment)
+
+    def _backward(self, chunk: int) -> float:
+        moment = self._begin_backward(chunk, 0.0) + self._costs.backward_peak_bytes[self._stage, chunk]
+        self._end_backward(chunk)
+        return float(moment)
+
+    def _backward_input(self, chunk: int) -> float:
+        split = self._priced()
+        left = float(split.left_bytes[chunk])
+        moment = self._begin_backward(chunk, left) + split.input_peak_bytes[self._stage, chunk]
+        self._end_backward(chunk)
+        self.held += self._place.num_layers * left + float(split.embedding_left_bytes[self._stage, chunk])
+        return max(float(moment), self.held)
+
+    def _backward_weight(self, chunk: int) -> float:
+        split = self._priced()
+        moment = self.held + self._buffers(OpKind.BACKWARD_WEIGHT) + split.weight_peak_bytes[self._stage, chunk]
+        left = self._place.num_layers * split.left_bytes[chunk] + split.embedding_left_bytes[self._stage, chunk]
+        self.held -= float(left)
+        return float(moment)
+
+    def _priced(self) -> SplitCosts:
+        assert self._split is not None, "I and W need their prices"
+        return self._split
+
+    def _begin_backward(self, chunk: int, left: float) -> float:
+        """Let gradients of K and V come; return what is held while the layers run, their peak apart."""
+        moment, gradients = self._buffers(OpKind.BACKWARD), 0.0
+        sequence, num_layers = self._sequences[chunk], self._place.num_layers
+        if sequence >= 0 and sequence not in self._slot_grads:
+            self._slot_grads |= {sequence}
+            gradients = float(self._lengths[chunk] * self._sizes.layer_kv_grad_per_token)
+            self.held += num_layers * gradients
+        activation = float(self._costs.activation_bytes[chunk])
+        excess = layers_excess_bytes(
+            num_layers, self._recompute[chunk], float(self._full[chunk]), activation, gradients, left
+        )
+        self._num_backward += 1
+        return moment + self.held + excess + (not self._place.head) * activation
+
+    def _end_backward(self, chunk: int) -> None:
+        """Let go of what the chunk kept, and of the slot with its first slice."""
+        self.held -= self._kept[chunk]
+        if self._sequences[chunk] >= 0 and self._contexts[chunk] == 0:
+            per_token = self._sizes.layer_kv_per_token + self._sizes.layer_kv_grad_per_token
+            self.held -= self._place.num_layers * self._lengths[chunk] * per_token
+
+    def _buffers(self, kind: OpKind) -> float:
+        """Bytes of transfers while an op of a kind runs; I is a B here."""
+        costs, receives, sends = self._costs, not self._place.embedding, not self._place.head
+        down = _buffer_bytes(costs, self._forwards, self._num_forward, kind == OpKind.FORWARD, receives, sends)
+        up = _buffer_bytes(costs, self._backwards, self._num_backward, kind == OpKind.BACKWARD, sends, receives)
+        return down + up
+
+
+def layers_excess_bytes(
+    num_layers: int, recompute: int, full: float, activation: float, gradients: float, left: float = 0.0
+) -> float:
+    """Return the most that a stage's layers hold within a B or I, above what the chunk kept and all its slot gradients.
 
     The layers run backward from the last to the first. Each frees what it kept; each brings, in the first B of a
     split sequence, its gradients of K and V; and the first `recompute` of them bring their activations back.
@@ -266,6 +423,7 @@ def layers_excess_bytes(num_layers: int, recompute: int, full: float, activation
         full: bytes that one layer keeps of the chunk when it is not recomputed.
         activation: bytes of its input, which it keeps when it is.
         gradients: bytes of one layer's gradients of K and V if this B is the one that brings them, else 0.
+        left: bytes that an I leaves of one layer for W, which a B does not.
     """
     most = -float("inf")
     # Between these layers the sum changes evenly, so it is largest at one of them.
@@ -273,7 +431,8 @@ def layers_excess_bytes(num_layers: int, recompute: int, full: float, activation
         freed_full = min(num_layers - layer, num_layers - recompute)
         freed_inputs = num_layers - layer - freed_full
         back = full - activation if layer <= recompute else 0.0
-        most = max(most, back - freed_full * full - freed_inputs * activation - (layer - 1) * gradients)
+        freed = freed_full * full + freed_inputs * activation - (num_layers - layer) * left
+        most = max(most, back - freed - (layer - 1) * gradients)
     return most
 
 

@@ -64,7 +64,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     rate: float
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Seconds on one device."""
 
     layer_forward: LayerTime
@@ -88,9 +88,18 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Per byte that each rank holds, among `all_to_all_ranks`: for sequence parallelism within a stage."""
     all_to_all_ranks: int
     """1 where there is nobody to exchange with."""
+    layer_input_backward: LayerTime | None = None
+    """I, the gradients of a layer's inputs, without recompute; None where B has not been timed in parts."""
+    layer_weight_backward: LayerTime | None = None
+    """W, the gradients of its weights."""
+
+    def __post_init__(self) -> None:
+        """Refuse a price of I without one of W, or W without I."""
+        if (self.layer_input_backward is None) != (self.layer_weight_backward is None):
+            raise ValueError("layer_input_backward and layer_weight_backward are both needed, or neither")
 
 
-class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Bytes on one device. Everything `_per_token` is per token of the chunk unless it says otherwise."""
 
     static_per_parameter: int
@@ -125,6 +134,8 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     head_backward_peak: Line
     logits_per_token: float
     """Per token of one piece of logits."""
+    layer_split_per_token: float | None = None
+    """Kept by a layer from I to W: inputs of its products and gradients of their outputs; None as above."""
 
 
 SampleOp = Literal["forward", "backward", "recomputed"]
@@ -188,6 +199,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     samples: tuple[Sample, ...]
     accuracy: tuple[Accuracy, ...]
     refinements: tuple[Refinement, ...]
+
+    @property
+    def prices_split(self) -> bool:
+        """Whether I and W have seconds and bytes."""
+        return self.times.layer_input_backward is not None and self.bytes.layer_split_per_token is not None
 
 
 def pack_profile(profile: Profile) -> bytes:

@@ -18,7 +18,7 @@ from infinipipe.profiles.fit import Floats, scale_layer_time
 from infinipipe.profiles.profile import Curve, Line, Profile, Refinement, Times, profile_sha256
 from infinipipe.profiles.samples import measure_accuracy
 
-_LAYERS = ("layer_forward", "layer_backward", "layer_recompute")
+_LAYERS = ("layer_forward", "layer_backward", "layer_recompute", "layer_input_backward", "layer_weight_backward")
 _CURVES = ("embedding_forward", "embedding_backward", "head_forward", "head_backward")
 _LINES = ("optimizer_s", "transfer_s", "all_to_all_s")
 
@@ -56,7 +56,7 @@ def refine_profile(profile: Profile, run: Run, folder: Path) -> Profile:
 def scale_times(times: Times, scale: float) -> Times:
     """Return times that are all `scale` times as long."""
     chunk = {name: scale * getattr(times, name) for name in ("chunk_forward_s", "chunk_backward_s")}
-    layers = {name: scale_layer_time(getattr(times, name), scale) for name in _LAYERS}
+    layers = {name: scale_layer_time(time, scale) for name in _LAYERS if (time := getattr(times, name)) is not None}
     curves = {name: _scale_curve(getattr(times, name), scale) for name in _CURVES}
     lines = {name: _scale_line(getattr(times, name), scale) for name in _LINES}
     return replace(times, **layers, **curves, **lines, **chunk)

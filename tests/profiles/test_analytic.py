@@ -1,14 +1,27 @@
 """The data-sheet profiles say what their data sheets imply."""
 
+import json
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
-from infinipipe.profiles import PRESETS, Profile, profile_sha256, read_model
+from infinipipe.profiles import (
+    PRESETS,
+    Profile,
+    pack_profile,
+    profile_sha256,
+    read_model,
+    read_profile,
+    write_profile,
+)
 from infinipipe.profiles.analytic import DEVICES, analytic_profile
 from infinipipe.profiles.cost import curve_seconds
+from infinipipe.profiles.refine import scale_times
 
 PEAK_FLOPS = {"a800-80g": 312e12, "a100-80g": 312e12, "h100-80g": 989e12, "h200-141g": 989e12}
 
@@ -41,6 +54,36 @@ def test_attention_of_7b_costs_what_flash_attention_does() -> None:
     assert times.layer_recompute == times.layer_forward
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_i_and_w_together_cost_a_little_more_than_b(preset: str, device: str) -> None:
+    times = analytic_profile(read_model(preset), device).times
+    backward, inputs, weights = times.layer_backward, times.layer_input_backward, times.layer_weight_backward
+    assert inputs is not None
+    assert weights is not None
+    sizes = np.array([1, *backward.curve.tokens, 100_000])
+    both = curve_seconds(inputs.curve, sizes) + curve_seconds(weights.curve, sizes)
+    ratio = both / curve_seconds(backward.curve, sizes)
+    # The layers of `tiny` are mostly memory traffic.
+    assert np.all((ratio >= 1 - 1e-12) & (ratio < (1.10 if preset == "tiny" else 1.04)))
+    assert ratio[-1] > 1.005
+    # All attention is in I.
+    assert inputs == replace(backward, curve=inputs.curve)
+    rates = msgspec.structs.asdict(weights)
+    del rates["curve"]
+    assert set(rates.values()) == {0.0}
+
+
+def test_w_is_as_long_as_the_products_it_has() -> None:
+    times = analytic_profile(read_model("llama-7b"), "a800-80g").times
+    weights = times.layer_weight_backward
+    assert weights is not None
+    # 2 flops per weight and token at 0.78 of 312 TFLOP/s, give or take a wave of tiles; inputs and outputs are read.
+    products = 2 * 16384 * 4096 * (4 * 4096 + 3 * 11008) / (0.78 * 312e12)
+    read = 16384 * 2 * (8 * 4096 + 3 * 11008) / (0.85 * 2.0e12)
+    assert products + read < float(curve_seconds(weights.curve, np.array([16384]))[0]) < 1.02 * products + read
+
+
 def test_links_differ_where_the_data_sheets_do() -> None:
     a800, a100 = (analytic_profile(read_model("llama-7b"), name) for name in ("a800-80g", "a100-80g"))
     assert a800.times.transfer_s.rate == pytest.approx(1.5 * a100.times.transfer_s.rate)
@@ -53,6 +96,8 @@ def test_bytes_of_7b() -> None:
     assert sizes.activation_per_token == 2 * 4096
     assert sizes.layer_kv_per_token == 2 * 2 * 4096
     assert sizes.layer_kv_grad_per_token == 2 * 4 * 4096
+    # An input each for Q, K and V together, the output, the MLP's first two together and its last; seven outputs.
+    assert sizes.layer_split_per_token == 2 * (3 * 4096 + 11008) + 2 * (5 * 4096 + 2 * 11008)
     # Two float32 norms, q, the attention's output and its log-sum-exp, four products of the MLP.
     assert sizes.layer_full_per_token == 2 * (8 * 4096 + 4) + 4 * 4096 + 4 * 32 + 8 * 11008
 
@@ -84,7 +129,7 @@ def test_bytes_are_those_that_autograd_saves() -> None:
 
 
 def tiny_like(shape: dict[str, int]) -> Model:
-    return msgspec.structs.replace(
+    return replace(
         read_model("tiny"),
         hidden_size=shape["hidden_size"],
         intermediate_size=shape["intermediate_size"],
@@ -105,6 +150,39 @@ def test_every_preset_round_trips_and_never_changes(preset: str) -> None:
     assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
     assert profile_sha256(profile) == profile_sha256(analytic_profile(read_model(preset), "h100-80g"))
     assert (profile.source, profile.dtype, profile.device.num_devices) == ("analytic", "bfloat16", 8)
+
+
+def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
+    """It reads, it is written and digested without the fields, and it prices F and B only."""
+    profile = analytic_profile(read_model("tiny"), "a800-80g")
+    times = replace(profile.times, layer_input_backward=None, layer_weight_backward=None)
+    old = replace(profile, times=times, bytes=replace(profile.bytes, layer_split_per_token=None))
+    write_profile(old, tmp_path / "old.json")
+    fields = {*msgspec.structs.asdict(profile.times)} - {"layer_input_backward", "layer_weight_backward"}
+    assert json.loads((tmp_path / "old.json").read_text())["times"].keys() == fields
+    assert b"layer_split_per_token" not in pack_profile(old)
+    assert read_profile(tmp_path / "old.json") == old
+    assert profile.prices_split
+    assert not old.prices_split
+
+
+@pytest.mark.parametrize("lacking", ["layer_input_backward", "layer_weight_backward"])
+def test_i_and_w_are_priced_both_or_not_at_all(lacking: str, tmp_path: Path) -> None:
+    document = msgspec.to_builtins(analytic_profile(read_model("tiny"), "a800-80g"))
+    del document["times"][lacking]
+    (tmp_path / "half.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"half.json: not a profile: layer_input_.* are both needed, or neither"):
+        read_profile(tmp_path / "half.json")
+
+
+def test_refining_scales_i_and_w_too() -> None:
+    times = analytic_profile(read_model("tiny"), "a800-80g").times
+    scaled = scale_times(times, 2.0)
+    assert times.layer_weight_backward is not None
+    assert scaled.layer_weight_backward is not None
+    assert scaled.layer_weight_backward.curve.seconds[-1] == 2 * times.layer_weight_backward.curve.seconds[-1]
+    measured = replace(times, layer_input_backward=None, layer_weight_backward=None)
+    assert scale_times(measured, 2.0).layer_input_backward is None
 
 
 def test_unknown_device_is_named() -> None:

@@ -15,8 +15,10 @@ from infinipipe.profiles.cost import (
     layer_seconds,
     layers_excess_bytes,
     logits_tokens,
+    op_seconds,
     optimizer_seconds,
     replay_memory,
+    split_costs,
     stage_parameters,
     static_bytes,
 )
@@ -50,6 +52,7 @@ def round_profile() -> Profile:
         head_forward_peak=Line(constant=11.0, rate=8.0),
         head_backward_peak=Line(constant=0.0, rate=2.0),
         logits_per_token=1000.0,
+        layer_split_per_token=50.0,
     )
     return msgspec.structs.replace(profile, bytes=sizes)
 
@@ -187,21 +190,139 @@ def test_forward_needs_more_for_a_moment_where_nothing_is_kept() -> None:
     assert np.diff(peaks).tolist() == [-8 * 110, -8 * 110 + (8 * 30 - 47)]
 
 
-def test_weight_gradients_apart_keep_the_activations_until_w() -> None:
+def test_split_costs_by_hand() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 12, 11), Sequence(1, 3, 2))
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(0, 8, 4), Slice(1, 0, 3)))), sequences)
+    split = split_costs(profile, (FIRST, LAST), loads)
+    assert split is not None
+    times = profile.times
+    inputs, weights = times.layer_input_backward, times.layer_weight_backward
+    assert inputs is not None
+    assert weights is not None
+    one_i = layer_seconds(inputs, loads.tokens, loads.pairs, loads.slices, loads.context, loads.continued)
+    one_w = curve_seconds(weights.curve, loads.tokens)
+    # The embedding has only a W. The head has its weight's gradient since F, so only an I.
+    assert split.input_s[0] == pytest.approx(times.chunk_backward_s + 2 * one_i)
+    assert split.weight_s[0] == pytest.approx(
+        times.chunk_backward_s + 2 * one_w + curve_seconds(times.embedding_backward, loads.tokens)
+    )
+    assert split.input_s[1] == pytest.approx(
+        times.chunk_backward_s + 3 * one_i + curve_seconds(times.head_backward, loads.tokens)
+    )
+    assert split.weight_s[1] == pytest.approx(times.chunk_backward_s + 3 * one_w)
+    assert split.left_bytes.tolist() == [8 * 50, 7 * 50]
+    assert split.embedding_left_bytes.tolist() == [[8 * (10 + 2), 7 * (10 + 2)], [0, 0]]
+    assert split.input_peak_bytes.tolist() == [[9 + 48, 28 + 32], [9 + 48 + 8 * (10 - 3), 28 + 32 + 7 * (10 - 3)]]
+    assert split.weight_peak_bytes.tolist() == [[9, 9], [9, 9]]
+
+
+def test_seconds_of_every_kind_of_op() -> None:
+    profile = round_profile()
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(1, 0, 3),))), (Sequence(0, 8, 7), Sequence(1, 3, 2)))
+    costs, split = chunk_costs(profile, (FIRST, LAST), loads, 4), split_costs(profile, (FIRST, LAST), loads)
+    assert split is not None
+    found = op_seconds(costs, split, 1, program("F0 F1 I0 B1 W0"), (1, 2))
+    recomputed = costs.recompute_s * [1, 2]
+    assert found == [
+        *costs.forward_s[1],
+        split.input_s[1, 0] + recomputed[0],
+        costs.backward_s[1, 1] + recomputed[1],
+        split.weight_s[1, 0],
+    ]
+    assert op_seconds(costs, None, 1, program("F0 B0"), (1, 2)) == [found[0], costs.backward_s[1, 0] + recomputed[0]]
+
+
+@pytest.mark.parametrize("lacking", ["layer_input_backward", "layer_split_per_token"])
+def test_i_and_w_have_a_price_only_with_seconds_and_bytes(lacking: str) -> None:
+    profile = round_profile()
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)),), (Sequence(0, 8, 7),))
+    assert profile.prices_split
+    if lacking == "layer_split_per_token":
+        sizes = msgspec.structs.replace(profile.bytes, layer_split_per_token=None)
+        profile = msgspec.structs.replace(profile, bytes=sizes)
+    else:
+        times = msgspec.structs.replace(profile.times, layer_input_backward=None, layer_weight_backward=None)
+        profile = msgspec.structs.replace(profile, times=times)
+    assert not profile.prices_split
+    assert split_costs(profile, (FIRST,), loads) is None
+
+
+@pytest.mark.parametrize("recompute", [0, 2, 3])
+def test_what_i_leaves_stays_until_w(recompute: int) -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 8, 7), Sequence(1, 3, 2))
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(1, 0, 3),))), sequences)
+    costs, split = chunk_costs(profile, (FIRST, LAST), loads, 1024), split_costs(profile, (FIRST, LAST), loads)
+    ops = program("F0 F1 I0 W0 I1 W1")
+    trace = replay_memory(profile, (FIRST, LAST), 1, sequences, loads, costs, ops, (recompute, 0), split)
+    kept = 8 * (3 * 120 - recompute * 110 + 4), 3 * (3 * 120 + 4)
+    left = 3 * 8 * 50, 3 * 3 * 50
+    static = static_bytes(profile, LAST)
+    # Whether a layer was recomputed or not, its I leaves the same.
+    assert (trace.after - static).tolist() == [kept[0], sum(kept), left[0] + kept[1], kept[1], left[1], 0]
+    # From the last layer on, each swaps what it kept for what it leaves; in a layer that is recomputed all is back.
+    layers = [8 * (10 if layer < recompute else 120) for layer in range(3)]
+    moments = [sum(layers[:layer]) + 8 * 120 + (2 - layer) * 8 * 50 for layer in range(3)]
+    others = 8 * 4 + kept[1]
+    # I0 waits for no gradient, and I1 waits for none on the last stage; F1's input has been taken.
+    assert trace.during[2] - static == max(moments) + others + 9 + 48 + 8 * (10 - 3)
+    # One weight's gradient, and the gradient that I0 may still be sending.
+    assert trace.during[3] - static == left[0] + kept[1] + 9 + 80
+
+
+def test_w_has_a_gradient_coming_and_one_leaving() -> None:
+    """A stage between others: W neither takes what is posted nor sends."""
+    profile, stages = round_profile(), (FIRST, msgspec.structs.replace(LAST, head=False), LAST)
+    sequences = (Sequence(0, 8, 7), Sequence(1, 3, 2))
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(1, 0, 3),))), sequences)
+    costs, split = chunk_costs(profile, stages, loads, 1024), split_costs(profile, stages, loads)
+    ops = program("F0 F1 I0 W0 I1 W1")
+    trace = replay_memory(profile, stages, 1, sequences, loads, costs, ops, (0, 0), split)
+    held = 3 * 8 * 50 + 3 * (3 * 120 + 1)
+    # F1's activation and I0's gradient leave, I1's comes.
+    assert trace.during[3] - static_bytes(profile, stages[1]) == held + 9 + 30 + 80 + 30
+
+
+def test_the_embeddings_gradient_waits_for_w() -> None:
     profile = round_profile()
     sequences = (Sequence(0, 8, 7),)
     loads = chunk_loads((Chunk((Slice(0, 0, 8),)),), sequences)
-    costs = chunk_costs(profile, (FIRST, LAST), loads, logits_tokens=1024)
-    trace = replay_memory(profile, (FIRST, LAST), 1, sequences, loads, costs, program("F0 I0 W0"), (0,))
-    kept = float(costs.kept_bytes[1, 0])
-    assert (trace.after - static_bytes(profile, LAST)).tolist() == [kept, kept, 0]
+    costs, split = chunk_costs(profile, (FIRST, LAST), loads, 1024), split_costs(profile, (FIRST, LAST), loads)
+    ops = program("F0 I0 W0")
+    trace = replay_memory(profile, (FIRST, LAST), 0, sequences, loads, costs, ops, (0,), split)
+    assert (trace.after - static_bytes(profile, FIRST)).tolist() == [8 * (2 * 120 + 3), 2 * 8 * 50 + 8 * 12, 0]
+
+
+def test_k_and_v_go_with_the_first_slices_i() -> None:
+    profile = round_profile()
+    sequences = (Sequence(0, 12, 11),)
+    loads = chunk_loads((Chunk((Slice(0, 0, 8),)), Chunk((Slice(0, 8, 4),))), sequences)
+    costs, split = chunk_costs(profile, (FIRST, LAST), loads, 1024), split_costs(profile, (FIRST, LAST), loads)
+    ops = program("F0 F1 I1 I0 W1 W0")
+    trace = replay_memory(profile, (FIRST, LAST), 0, sequences, loads, costs, ops, (0, 0), split)
+    slot, grads, kept = 2 * 12 * 20, 2 * 12 * 40, (8 * 203, 4 * 203)
+    left = 8 * (2 * 50 + 12), 4 * (2 * 50 + 12)
+    assert (trace.after - static_bytes(profile, FIRST)).tolist() == [
+        slot + kept[0],
+        slot + sum(kept),
+        slot + grads + kept[0] + left[1],
+        sum(left),
+        left[0],
+        0,
+    ]
 
 
 def test_layers_come_and_go_within_a_backward() -> None:
-    """Layer by layer: what a B needs is the largest of the moments when each layer runs."""
+    """Layer by layer: what a B or an I needs is the largest of the moments when each layer runs."""
     for num_layers, recompute in [(4, 0), (4, 2), (4, 4), (3, 1), (1, 0), (1, 1)]:
         for full, activation, gradients in [(100.0, 10.0, 0.0), (100.0, 10.0, 70.0), (100.0, 10.0, 300.0)]:
-            kept = [activation if layer < recompute else full for layer in range(num_layers)]
-            moments = [sum(kept[:layer]) + full + gradients * (num_layers - layer) for layer in range(num_layers)]
-            expected = max(moments) - sum(kept) - num_layers * gradients
-            assert layers_excess_bytes(num_layers, recompute, full, activation, gradients) == expected
+            for left in (0.0, 60.0):
+                kept = [activation if layer < recompute else full for layer in range(num_layers)]
+                moments = [
+                    sum(kept[:layer]) + full + (gradients + left) * (num_layers - layer) - left
+                    for layer in range(num_layers)
+                ]
+                expected = max(moments) - sum(kept) - num_layers * gradients
+                found = layers_excess_bytes(num_layers, recompute, full, activation, gradients, left)
+                assert found == expected
