@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,25 @@ def replay(
     transfer_s: SequenceOf[float],
 ) -> Timeline:
     """Do what `simulate` does for programs given as directions and chunks."""
-    stages = _connect(directions, chunks, seconds, transfer_s)
+    ends = connect(directions, chunks, transfer_s)
+    stages = [_Stage(directions[s], seconds[s], *ends[s]) for s in range(len(directions))]
+    run_stages(stages)
+    assert all(len(stage.start) == len(stage.directions) for stage in stages), "deadlock"
+    return Timeline(
+        start_s=tuple(np.array(stage.start, dtype=np.float64) for stage in stages),
+        end_s=tuple(np.array(stage.end, dtype=np.float64) for stage in stages),
+    )
+
+
+class Advancing(Protocol):
+    """A stage that runs its ops."""
+
+    def advance(self) -> bool:
+        """Go on until the stage waits or ends; return whether anything happened that a neighbour may wait for."""
+
+
+def run_stages(stages: SequenceOf[Advancing]) -> None:
+    """Let every stage go on until all have ended, or none can."""
     awake, queued = list(range(len(stages))), [True] * len(stages)
     while awake:
         number = awake.pop()
@@ -74,14 +93,9 @@ def replay(
                 if 0 <= neighbour < len(stages) and not queued[neighbour]:
                     queued[neighbour] = True
                     awake.append(neighbour)
-    assert all(len(stage.start) == len(stage.directions) for stage in stages), "deadlock"
-    return Timeline(
-        start_s=tuple(np.array(stage.start, dtype=np.float64) for stage in stages),
-        end_s=tuple(np.array(stage.end, dtype=np.float64) for stage in stages),
-    )
 
 
-class _Channel:
+class Channel:
     """Transfers from one stage to a neighbour, in order."""
 
     def __init__(self, order: list[int], transfer_s: SequenceOf[float]) -> None:
@@ -104,6 +118,10 @@ class _Channel:
         return arrivals[number]
 
 
+Channels = tuple[Channel | None, Channel | None, Channel | None]
+"""Of one stage, by direction: STAY, DOWN and UP are 0, 1 and -1."""
+
+
 class _Stage:
     """How far a stage is."""
 
@@ -111,8 +129,8 @@ class _Stage:
         self,
         directions: SequenceOf[int],
         seconds: SequenceOf[float],
-        inputs: tuple[_Channel | None, ...],
-        outputs: tuple[_Channel | None, ...],
+        inputs: Channels,
+        outputs: Channels,
     ) -> None:
         self.directions = directions
         self.seconds = seconds
@@ -121,10 +139,10 @@ class _Stage:
         self.start: list[float] = []
         self.end: list[float] = []
         self.free = 0.0
-        self.sending: _Channel | None = None
+        self.sending: Channel | None = None
 
     def advance(self) -> bool:
-        """Go on until the stage waits or ends; return whether anything happened that a neighbour may wait for."""
+        """See `Advancing`."""
         free, sending, any_event = self.free, self.sending, False
         for position in range(len(self.start), len(self.directions) + 1):
             if sending is not None:
@@ -155,24 +173,18 @@ class _Stage:
         return any_event
 
 
-def _connect(
-    directions: SequenceOf[SequenceOf[int]],
-    chunks: SequenceOf[SequenceOf[int]],
-    seconds: SequenceOf[SequenceOf[float]],
-    transfer_s: SequenceOf[float],
-) -> list[_Stage]:
-    """Join stages by channels. Those of a stage are indexed by direction: (STAY, DOWN, UP) are 0, 1 and -1."""
+def connect(
+    directions: SequenceOf[SequenceOf[int]], chunks: SequenceOf[SequenceOf[int]], transfer_s: SequenceOf[float]
+) -> list[tuple[Channels, Channels]]:
+    """Join stages by channels; return every stage's inputs and outputs."""
     orders = {
         direction: [
             [c for c, d in zip(chunks[s], directions[s], strict=True) if d == direction] for s in range(len(directions))
         ]
         for direction in (DOWN, UP)
     }
-    down: list[_Channel | None] = [_Channel(order, transfer_s) for order in orders[DOWN][:-1]]
-    up: list[_Channel | None] = [_Channel(order, transfer_s) for order in orders[UP][1:]]
+    down: list[Channel | None] = [Channel(order, transfer_s) for order in orders[DOWN][:-1]]
+    up: list[Channel | None] = [Channel(order, transfer_s) for order in orders[UP][1:]]
     # down[s] leaves stage s - 1 and up[s] leaves stage s, so that both ends stay open.
     down, up = [None, *down, None], [None, *up, None]
-    return [
-        _Stage(directions[s], seconds[s], (None, down[s], up[s + 1]), (None, down[s + 1], up[s]))
-        for s in range(len(directions))
-    ]
+    return [((None, down[s], up[s + 1]), (None, down[s + 1], up[s])) for s in range(len(directions))]
