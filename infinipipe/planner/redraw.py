@@ -161,12 +161,14 @@ def _redraw_replica(header: Header, profile: Profile, step: Step, replica: Repli
     costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
     split = split_costs(profile, header.stages, loads) if _has_split((replica,)) else None
     recompute_s = np.array(replica.recompute) * costs.recompute_s
-    ops = list(zip(range(len(header.stages)), replica.programs, replica.recompute, strict=True))
-    seconds = [op_seconds(costs, split, stage, program, recompute) for stage, program, recompute in ops]
+    tables = [op_seconds(costs, split, stage, counts) for stage, counts in enumerate(replica.recompute)]
+    seconds = [[table[op.kind][op.chunk] for op in ops] for table, ops in zip(tables, replica.programs, strict=True)]
     timeline = simulate(replica.programs, seconds, costs.transfer_s.tolist())
     memory = tuple(
-        replay_memory(profile, header.stages, stage, step.sequences, loads, costs, program, recompute, split)
-        for stage, program, recompute in ops
+        replay_memory(
+            profile, header.stages, stage, step.sequences, loads, costs, program, replica.recompute[stage], split
+        )
+        for stage, program in enumerate(replica.programs)
     )
     numbers = (timeline.makespan_s, *(float(trace.during.max()) for trace in memory))
     if not all(map(math.isfinite, numbers)):

@@ -248,16 +248,15 @@ def split_costs(profile: Profile, stages: SequenceOf[Stage], loads: Loads) -> Sp
 
 
 def op_seconds(
-    costs: Costs, split: SplitCosts | None, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]
-) -> list[float]:
-    """Return the seconds of every op of one stage's program; `split` prices its I and W, if it has any."""
+    costs: Costs, split: SplitCosts | None, stage: int, recompute: SequenceOf[int]
+) -> dict[OpKind, list[float]]:
+    """Return the seconds of each chunk's ops on one stage, by kind; I and W only where `split` prices them."""
     recompute_s = np.asarray(recompute) * costs.recompute_s
     columns = {OpKind.FORWARD: costs.forward_s[stage], OpKind.BACKWARD: costs.backward_s[stage] + recompute_s}
     if split is not None:
         columns[OpKind.BACKWARD_INPUT] = split.input_s[stage] + recompute_s
         columns[OpKind.BACKWARD_WEIGHT] = split.weight_s[stage]
-    seconds = {kind: column.tolist() for kind, column in columns.items()}
-    return [seconds[op.kind][op.chunk] for op in program]
+    return {kind: column.tolist() for kind, column in columns.items()}
 
 
 @dataclass(frozen=True)
