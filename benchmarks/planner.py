@@ -75,7 +75,7 @@ def run(case: Case, policy: str) -> Row | InfeasibleRow:
     began = time.perf_counter()
     try:
         stages = partition_layers(profile, case["stages"], limits, lengths)
-        pipeline = Pipeline(profile, stages, limits, logits_tokens(profile.model.vocabulary_size))
+        pipeline = Pipeline(profile, stages, limits, logits_tokens(profile.model.vocabulary_size), case["clip"])
         step = plan_step(pipeline, PLANNERS[policy], 0, sequences, 1, "token")
     except InfeasibleError as error:
         return InfeasibleRow(policy=policy, reason=str(error))

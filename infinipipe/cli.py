@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,15 +201,16 @@ def compile_(
     with _progress("read") as progress:
         data = open_dataset(dataset, costs.model.tokenizer, costs.model.vocabulary_size, max_length, progress)
     with _progress("compile") as progress:
-        num_workers = workers or len(os.sched_getaffinity(0))
+        num_workers, began = workers or len(os.sched_getaffinity(0)), time.monotonic()
         try:
             compile_plan(data, costs, options, output, progress, resume=resume, num_workers=num_workers)
         except KeyboardInterrupt:
             _say(f"{output}: interrupted; the same command with --resume goes on")
             raise
+    planning_s = time.monotonic() - began
     with open_plan(output) as reader:
         _say(f"{output}: {reader.header.model.name} on {costs.device.name}, {costs.source} profile")
-        for line in plan_report(reader, data.num_cut_tokens):
+        for line in plan_report(reader, data.num_cut_tokens, planning_s):
             _say(line)
 
 

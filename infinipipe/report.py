@@ -74,16 +74,21 @@ def _compare_cells(row: Row) -> list[str]:
     ]
 
 
-def plan_report(reader: PlanReader, num_cut_tokens: int) -> list[str]:
-    """Return lines for a person; `num_cut_tokens` is what `max_length` cut off the dataset."""
+def plan_report(reader: PlanReader, num_cut_tokens: int, planning_s: float) -> list[str]:
+    """Return lines for a person; `num_cut_tokens` is what `max_length` cut off the dataset.
+
+    `planning_s` is how long planning took: it is told here, for a plan's bytes are the same on every machine.
+    """
     header, totals = reader.header, reader.totals
     lengths: list[int] = []
     peaks = [0] * len(header.stages)
-    figures = _Figures()
+    figures, winners = _Figures(), Counter[str]()
     for step in reader:
         lengths += [s.length for s in step.sequences]
         for replica in step.replicas:
             figures = figures.plus(_figures(header, replica))
+            if replica.search is not None:
+                winners[replica.search.winner.partition(":")[0]] += 1
             peaks = [max(peak, p.peak_bytes) for peak, p in zip(peaks, replica.predicted, strict=True)]
     rows = [
         ("data", f"{totals.num_sequences:,} sequences, {totals.num_tokens:,} tokens in {totals.num_steps:,} steps"),
@@ -93,6 +98,7 @@ def plan_report(reader: PlanReader, num_cut_tokens: int) -> list[str]:
         ("packed", f"{_percent(figures.num_packed, len(lengths))} of the sequences, without padding"),
         ("recomputed", _recomputed(figures)),
         ("time", _time(reader, figures)),
+        ("planned", f"in {planning_s:.1f} s; by {', '.join(f'{name} {n:,}' for name, n in winners.most_common())}"),
         *((f"stage {s}", _memory(header, s, peak)) for s, peak in enumerate(peaks)),
     ]
     return [f"  {name:<11} {text}" for name, text in rows]

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from infinipipe.ir import Chunk, Header, Op, OpKind, Replica, Slice, Step, chunk_chains, verify_step
+from infinipipe.ir import Chunk, Header, Op, OpKind, Replica, Search, Slice, Step, chunk_chains, verify_step
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -95,6 +95,17 @@ def long_chain(step: Step) -> tuple[int, ...]:
 
 def swap(program: list[Op], a: int, b: int) -> None:
     program[a], program[b] = program[b], program[a]
+
+
+@mutation(STEP)
+def search_with_an_impossible_gap(draw: Random, header: Header, step: Step) -> Step:
+    gap = draw.choice([-0.1, float("nan"), float("inf")])
+    return edit_replica(step, lambda _: {"search": Search(winner="epp", solver="SCIP", status="optimal", gap=gap)})
+
+
+@mutation(STEP)
+def search_that_cannot_be_printed(draw: Random, header: Header, step: Step) -> Step:
+    return edit_replica(step, lambda _: {"search": Search(winner=draw.choice(["\x1b[2J", "a\nb", "x" * 1000]))})
 
 
 @mutation(OP)

@@ -194,6 +194,19 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
     peak_bytes: int
 
 
+class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a replica's schedule was found. It is the same wherever the plan is compiled, so it holds no seconds."""
+
+    winner: str
+    """What made the schedule: a policy, and the settings it chose."""
+    solver: str | None = None
+    """`HiGHS` or `SCIP` where a program chose the recompute counts, None where none was needed."""
+    status: str | None = None
+    """How the solver ended, in its own words."""
+    gap: float | None = None
+    """How far the solver's own objective may be from the best, relative to its bound; None without one."""
+
+
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one data-parallel copy of the pipeline does in one step."""
 
@@ -204,6 +217,8 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """One program per stage."""
     predicted: tuple[StagePrediction, ...]
     """One prediction per stage."""
+    search: Search | None = None
+    """None where nothing was searched: in a replica without work, or in a plan made by hand."""
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -16,6 +16,8 @@ ROUNDING = 1 + 1e-9
 _MAX_ELEMENTS = 2**31 - 1
 # Thirty thousand years: sums of these are finite however many there are.
 _MAX_SECONDS = 1e12
+_MOST_LETTERS = 200
+_MOST_GAP = 1e6
 
 
 def check_step_index(header: Header, step: Step) -> None:
@@ -67,6 +69,19 @@ def check_replica_count(header: Header, step: Step) -> None:
     """Every replica has its part, even an empty one."""
     if len(step.replicas) != header.num_replicas:
         raise _at_step(step, f"{len(step.replicas)} replicas; the header has {header.num_replicas}")
+
+
+def check_search(header: Header, step: Step) -> None:
+    """What is told of the search is printable, and a gap is a finite share."""
+    for number, replica in enumerate(step.replicas):
+        found, where = replica.search, f"replica {number}: the search"
+        if found is None:
+            continue
+        texts = (found.winner, found.solver or "", found.status or "")
+        if not all(text.isprintable() and len(text) <= _MOST_LETTERS for text in texts):
+            raise _at_step(step, f"{where} has a text that is longer than {_MOST_LETTERS} or cannot be printed")
+        if found.gap is not None and not 0 <= found.gap <= _MOST_GAP:
+            raise _at_step(step, f"{where} has a gap of {found.gap}; expected 0 to {_MOST_GAP:g}")
 
 
 def check_slice_ranges(header: Header, step: Step) -> None:
@@ -164,6 +179,7 @@ STEP_RULES = (
     check_denominator,
     check_step_times,
     check_replica_count,
+    check_search,
     check_slice_ranges,
     check_coverage,
     check_split_slices,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from infinipipe.ir.layout import Index, Totals
-from infinipipe.ir.plan import Chunk, Header, LossNorm, Replica, Sequence, Step, chunk_chains
+from infinipipe.ir.plan import Chunk, Header, LossNorm, Replica, Search, Sequence, Step, chunk_chains
 from infinipipe.ir.store import PlanReader
 from infinipipe.ir.text import show_program
 
@@ -72,6 +72,7 @@ class ReplicaView(_View, frozen=True):
     chains: tuple[tuple[int, ...], ...]
     programs: tuple[str, ...]
     predicted: tuple[PredictionView, ...]
+    search: Search | None
 
 
 class StepView(_View, frozen=True):
@@ -108,6 +109,8 @@ class StepSummary(_View, frozen=True):
     recompute_fraction: float | None
     peak_bytes: tuple[int, ...]
     """Per stage, the most of all replicas."""
+    winners: tuple[str | None, ...]
+    """What search found the schedule of each replica."""
 
 
 class HeaderView(Header, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -196,6 +199,7 @@ def step_summary(step: Step) -> StepSummary:
         bubble_fraction=_ratio(bubble_s, busy_s + bubble_s),
         recompute_fraction=_ratio(sum(p.recompute_s for p in predicted), busy_s),
         peak_bytes=tuple(max(p.peak_bytes for p in stages) for stages in by_stage),
+        winners=tuple(r.search.winner if r.search else None for r in step.replicas),
     )
 
 
@@ -218,6 +222,7 @@ def _replica_view(step: Step, replica: Replica) -> ReplicaView:
         chains=tuple(chunk_chains(replica.chunks, step.sequences)),
         programs=tuple(show_program(stage, program) for stage, program in enumerate(replica.programs)),
         predicted=tuple(PredictionView(**_fields(p)) for p in replica.predicted),
+        search=replica.search,
     )
 
 

@@ -1,13 +1,18 @@
 """Rivals, each with the best of its own static settings for the step: sizes of chunks and one recompute rule.
 
-They go through the same prices, memory and simulator as every policy. Where a system would cut a short sequence
-at a fixed size, the cut is moved to its end, because a chunk holds a part of at most one sequence.
+They go through the same prices, memory and simulator as every policy. GPipe, 1F1B and Seq1F1B train on
+micro-batches of one fixed shape, which has to hold the longest sequence that training is set up for
+(`Pipeline.context_tokens`). Where a system would cut a short sequence at a fixed size, the cut is moved to its end,
+because a chunk holds a part of at most one sequence.
+
+All take the best schedule that is known already: what cannot beat it is not simulated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +21,16 @@ from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import Chunks, cut_chunks
 from infinipipe.planner.order import Window, flush_leads, stage_leads
 from infinipipe.planner.problem import Ints, Problem, Work, average_work
-from infinipipe.planner.schedule import Priced, Schedule, fixed_schedule, is_better, order_memories, price
+from infinipipe.planner.schedule import (
+    NOTHING,
+    Priced,
+    Schedule,
+    fixed_schedule,
+    is_better,
+    least_seconds,
+    order_memories,
+    price,
+)
 from infinipipe.planner.sizes import most_chunk_tokens
 
 TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
@@ -28,109 +42,139 @@ _WINDOWS: tuple[Window, ...] = ("adaptive", "uniform")
 _MOST_PARTS = 1024
 _STEP = math.sqrt(2)
 
-Setting = tuple[Priced, Ints, list[Ints]]
-"""Chunks, leads, and recompute counts from the least recompute to the most."""
+
+class _Setting(NamedTuple):
+    """Chunks, leads, and what may be recomputed, from the least to the most."""
+
+    name: str
+    priced: Priced
+    leads: Ints
+    choices: list[tuple[str, Ints]]
 
 
-def plan_gpipe(problem: Problem) -> Schedule | Shortage:
+def plan_gpipe(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
     """GPipe (Huang et al. 2019): whole sequences packed by tokens; all F, then all B, in as many rounds as needed."""
-    return _best(problem, _flushed(problem, _packed(problem)))
+    return _best(problem, "gpipe", _flushed(problem, _packed(problem)), best)
 
 
-def plan_1f1b(problem: Problem) -> Schedule | Shortage:
+def plan_1f1b(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
     """1F1B as in DAPPLE (Fan et al. 2020): whole sequences packed by tokens, F and B alternate."""
-    return _best(problem, _windowed(problem, _packed(problem), ("uniform",)))
+    return _best(problem, "1f1b", _windowed(problem, _packed(problem)), best)
 
 
-def plan_terapipe(problem: Problem) -> Schedule | Shortage:
+def plan_terapipe(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
     """TeraPipe (Li et al. 2021): slices of equal time, which is what its dynamic program finds; all F, then all B."""
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
-    return _best(problem, _flushed(problem, _cuts(problem, work)))
+    return _best(problem, "terapipe", _flushed(problem, _cuts(problem, work)), best)
 
 
-def plan_seq1f1b(problem: Problem) -> Schedule | Shortage:
+def plan_seq1f1b(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
     """Seq1F1B (Ao et al. 2024): packed micro-batches of k slices of equal length, last in first out."""
-    cuts = (price(problem, _micro_batches(priced.chunks)) for priced in _cuts(problem, TOKENS))
-    return _best(problem, _windowed(problem, cuts, ("uniform",)))
+    return _best(problem, "seq1f1b", _windowed(problem, _sliced_micro_batches(problem)), best)
 
 
-def plan_chunkflow(problem: Problem) -> Schedule | Shortage:
+def plan_chunkflow(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
     """ChunkFlow (Yuan et al. 2025): chunks of one size; only the last K of a sequence keep their activations."""
-    return _best(problem, _chunkflow(problem))
+    return _best(problem, "chunkflow", _chunkflow(problem), best)
 
 
-def _best(problem: Problem, settings: Iterable[Setting]) -> Schedule | Shortage:
-    best: Schedule | Shortage = Shortage(0, math.inf)
-    for priced, leads, choices in settings:
-        if isinstance(best, Schedule) and float(priced.work_s.max()) >= best.makespan_s:
+def _best(
+    problem: Problem, policy: str, settings: Iterable[_Setting], best: Schedule | Shortage
+) -> Schedule | Shortage:
+    for name, priced, leads, choices in settings:
+        if _hopeless(best, priced):
             continue
         memories = order_memories(problem, priced, leads)
-        for recompute in choices:
-            found = fixed_schedule(problem, priced, memories, recompute)
-            best = found if is_better(found, best) else best
+        for recomputed, counts in choices:
+            if _hopeless(best, priced, counts):
+                break
+            found = fixed_schedule(problem, priced, memories, counts)
+            if is_better(found, best):
+                best = found.won_by(f"{policy}: {name}, {recomputed}") if isinstance(found, Schedule) else found
             if isinstance(found, Schedule):
                 break
     return best
 
 
-def _packed(problem: Problem) -> Iterator[Priced]:
-    """Yield packs of whole sequences, none with more tokens than the longest sequence or its even share."""
-    longest = int(problem.lengths.max())
-    return _distinct(problem, lambda size: cut_chunks(problem, TOKENS, max(size, longest), max(int(size), longest)))
+def _hopeless(best: Schedule | Shortage, priced: Priced, counts: Ints | None = None) -> bool:
+    return isinstance(best, Schedule) and least_seconds(priced, counts) >= best.makespan_s
 
 
-def _cuts(problem: Problem, work: Work) -> Iterator[Priced]:
+def _packed(problem: Problem) -> Iterator[tuple[str, Priced]]:
+    """Yield packs of whole sequences, none of more tokens than a micro-batch or its even share has, if that is more."""
+    context = _context_tokens(problem)
+    return _distinct(problem, lambda size: cut_chunks(problem, TOKENS, max(size, context), max(int(size), context)))
+
+
+def _cuts(problem: Problem, work: Work) -> Iterator[tuple[str, Priced]]:
     most = most_chunk_tokens(problem.pipeline)
     total, tokens = float(work.whole(problem.lengths).sum()), int(problem.lengths.sum())
     return _distinct(problem, lambda size: cut_chunks(problem, work, size * total / tokens, most))
 
 
-def _distinct(problem: Problem, cut: Callable[[float], Chunks]) -> Iterator[Priced]:
-    """Yield priced chunks for ever smaller sizes in tokens, each once."""
+def _distinct(problem: Problem, cut: Callable[[float], Chunks]) -> Iterator[tuple[str, Priced]]:
+    """Yield a name and priced chunks for ever smaller sizes in tokens, each once."""
     tokens = int(problem.lengths.sum())
     seen: set[Chunks] = set()
     for power in range(1 + math.ceil(math.log(min(tokens, _MOST_PARTS), _STEP))):
-        chunks = cut(max(1.0, tokens / _STEP**power))
+        size = max(1.0, tokens / _STEP**power)
+        chunks = cut(size)
         if chunks not in seen:
             seen.add(chunks)
-            yield price(problem, chunks)
+            yield f"chunks of {size:.0f} tokens", price(problem, chunks)
 
 
-def _windowed(problem: Problem, cuts: Iterable[Priced], windows: tuple[Window, ...]) -> Iterator[Setting]:
+def _sliced_micro_batches(problem: Problem) -> Iterator[tuple[str, Priced]]:
+    """Yield micro-batches of the context's tokens, cut into ever more slices."""
+    context, most = _context_tokens(problem), most_chunk_tokens(problem.pipeline)
+    seen: set[Chunks] = set()
+    for power in range(1 + math.ceil(math.log(min(context, _MOST_PARTS), _STEP))):
+        count = round(_STEP**power)
+        chunks = _micro_batches(cut_chunks(problem, TOKENS, context / count, most), count)
+        if chunks not in seen:
+            seen.add(chunks)
+            yield f"{count} slices of a micro-batch", price(problem, chunks)
+
+
+def _context_tokens(problem: Problem) -> int:
+    return max(problem.pipeline.context_tokens, int(problem.lengths.max()))
+
+
+def _windowed(problem: Problem, cuts: Iterable[tuple[str, Priced]]) -> Iterator[_Setting]:
     num_stages = problem.pipeline.num_stages
-    for priced in cuts:
-        for window in windows:
-            leads = stage_leads(priced.chunks, num_stages, window, num_stages)
-            yield priced, leads, _static_counts(problem, priced)
+    for name, priced in cuts:
+        leads = stage_leads(priced.chunks, num_stages, "uniform", num_stages)
+        yield _Setting(name, priced, leads, _static_counts(problem, priced))
 
 
-def _flushed(problem: Problem, cuts: Iterable[Priced]) -> Iterator[Setting]:
+def _flushed(problem: Problem, cuts: Iterable[tuple[str, Priced]]) -> Iterator[_Setting]:
     """All F before all B, in rounds of equally many chunks."""
-    for priced in cuts:
+    for name, priced in cuts:
         rounds = 1
         while rounds <= len(priced.chunks.chains):
             leads = flush_leads(priced.chunks, problem.pipeline.num_stages, rounds)
-            yield priced, leads, _static_counts(problem, priced)
+            yield _Setting(f"{name}, {rounds} rounds", priced, leads, _static_counts(problem, priced))
             rounds *= 2
 
 
-def _chunkflow(problem: Problem) -> Iterator[Setting]:
+def _chunkflow(problem: Problem) -> Iterator[_Setting]:
     num_stages = problem.pipeline.num_stages
     layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
-    for priced in _cuts(problem, TOKENS):
+    for name, priced in _cuts(problem, TOKENS):
         sizes = np.repeat(priced.chunks.chains, priced.chunks.chains)
         behind = np.array(priced.chunks.chain_ends) - np.arange(len(sizes))
         longest = int(sizes.max())
         kept_counts = sorted({*(1 << power for power in range(longest.bit_length())), longest}, reverse=True)
-        choices = [layers * (behind > kept)[None, :] for kept in kept_counts]
-        choices.append(np.repeat(layers, len(sizes), axis=1))
+        choices = [(f"K = {kept}", layers * (behind > kept)[None, :]) for kept in kept_counts]
+        choices.append(("K = 0", np.repeat(layers, len(sizes), axis=1)))
         for window in _WINDOWS:
-            yield priced, stage_leads(priced.chunks, num_stages, window, num_stages), choices
+            leads = stage_leads(priced.chunks, num_stages, window, num_stages)
+            yield _Setting(f"{name}, {window} window", priced, leads, choices)
 
 
-def _micro_batches(chunks: Chunks) -> Chunks:
-    """Fill micro-batches of as many chunks as the longest chain has, and call each of them a chain."""
-    most = max(chunks.chains)
+def _micro_batches(chunks: Chunks, count: int) -> Chunks:
+    """Fill micro-batches of `count` chunks, or as many as the longest chain has, and call each of them a chain."""
+    most = max(count, *chunks.chains)
     ends = np.cumsum(chunks.chains).tolist()
     batches: list[list[Chunk]] = []
     for end, size in zip(ends, chunks.chains, strict=True):
@@ -142,8 +186,8 @@ def _micro_batches(chunks: Chunks) -> Chunks:
     return Chunks(tuple(chunk for batch in batches for chunk in batch), tuple(map(len, batches)))
 
 
-def _static_counts(problem: Problem, priced: Priced) -> list[Ints]:
+def _static_counts(problem: Problem, priced: Priced) -> list[tuple[str, Ints]]:
     """Return one count for all chunks, from no layer to all of a stage's."""
     layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
-    counts = [np.ceil(part * layers).astype(np.int64) for part in _RECOMPUTED]
-    return [np.repeat(count, len(priced.chunks.chunks), axis=1) for count in counts]
+    counts = [(f"{part:.0%} of layers recomputed", np.ceil(part * layers).astype(np.int64)) for part in _RECOMPUTED]
+    return [(name, np.repeat(count, len(priced.chunks.chunks), axis=1)) for name, count in counts]

@@ -82,7 +82,7 @@ def make_pipeline(dataset: Dataset, profile: Profile, options: CompileOptions) -
         )
     limits = options.limits(profile)
     stages = partition_layers(profile, options.stages(profile), limits, dataset.rows.lengths)
-    return Pipeline(profile, stages, limits, logits_tokens(model.vocabulary_size))
+    return Pipeline(profile, stages, limits, logits_tokens(model.vocabulary_size), dataset.max_length or longest)
 
 
 def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -> Header:

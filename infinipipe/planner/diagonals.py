@@ -32,8 +32,13 @@ def sweep_diagonals(memories: SequenceOf[StageMemory], limits: SequenceOf[int]) 
     return counts
 
 
-def solve_diagonals(memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints) -> Ints:
-    """Return c of the least sum within memory, from a start that fits (SCIP, gap 2 %, limited by nodes)."""
+def solve_diagonals(
+    memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints
+) -> tuple[Ints, str, float | None]:
+    """Return c of the least sum within memory, from a start that fits (SCIP, gap 2 %, limited by nodes).
+
+    Besides, how SCIP ended, and how far the sum may be from the least, relative to it; None where SCIP has no bound.
+    """
     from pyscipopt import Model, quicksum
 
     num_stages = len(memories)
@@ -58,10 +63,12 @@ def solve_diagonals(memories: SequenceOf[StageMemory], limits: SequenceOf[int], 
         model.setSolVal(solution, column, value)
     model.addSol(solution)
     model.optimize()
+    gap = float(model.getGap())
+    told = str(model.getStatus()), None if model.isInfinity(gap) else gap
     if model.getNSols() == 0:
-        return start
+        return start, *told
     best = model.getBestSol()
-    return np.array([round(model.getSolVal(best, column)) for column in columns], dtype=np.int64)
+    return np.array([round(model.getSolVal(best, column)) for column in columns], dtype=np.int64), *told
 
 
 def diagonal_counts(memories: SequenceOf[StageMemory], diagonals: Ints) -> Ints:

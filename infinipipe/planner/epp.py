@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from infinipipe.planner.baselines import plan_1f1b, plan_chunkflow, plan_gpipe, plan_seq1f1b, plan_terapipe
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import cut_chunks
 from infinipipe.planner.leads import Shape, memory_leads
+from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.problem import Problem, average_work
 from infinipipe.planner.schedule import (
     Priced,
@@ -19,6 +21,7 @@ from infinipipe.planner.schedule import (
     fixed_schedule,
     full_recompute,
     is_better,
+    least_seconds,
     order_memories,
     price,
 )
@@ -37,6 +40,10 @@ _EFFORT = 50_000
 """Chunks times stages that are simulated at most, give or take a climb: less than a second."""
 
 
+RIVALS = (plan_paper, plan_chunkflow, plan_seq1f1b, plan_terapipe, plan_1f1b, plan_gpipe)
+"""Those whose schedules compete, the ones that come close first."""
+
+
 @dataclass(frozen=True)
 class Space:
     """What may be chosen, the first of each to begin with. A smaller space shows what a choice is worth."""
@@ -50,6 +57,8 @@ class Space:
     shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
     full_recompute: bool = False
     """Whether all layers of all chunks are recomputed, instead of what memory asks for."""
+    rivals: bool = True
+    """Whether the other policies' schedules compete, so that none of them is ever better."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,14 @@ class Candidate:
     even: bool
     graded: bool
     shape: Shape
+
+    def __str__(self) -> str:
+        cut = "even slices" if self.even else "one mesh"
+        return (
+            f"epp: {self.count:.4g} parts, {self.attention:.0%} of attention, {cut}, "
+            f"{'graded' if self.graded else 'ungraded'}, "
+            f"{self.shape.ahead:g} ahead, bursts of {self.shape.burst}"
+        )
 
 
 def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
@@ -77,7 +94,10 @@ def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     while search.vary():
         search.climb(_COARSE)
         search.climb(_FINE)
-    return search.best
+    best = search.best
+    for rival in RIVALS if space.rivals else ():
+        best = rival(problem, best)
+    return best
 
 
 class Search:
@@ -178,14 +198,14 @@ class Search:
 
     def _evaluate(self, candidate: Candidate) -> float:
         problem, priced = self._problem, self._price(candidate)
-        # No order can beat the heaviest stage's work.
-        least = float(priced.work_s.max())
+        least = least_seconds(priced)
         if isinstance(self.best, Schedule) and least >= self.best.makespan_s:
             return least
         self._effort += len(priced.chunks.chunks) * problem.pipeline.num_stages
         found = self._order(priced, candidate.shape)
         if is_better(found, self.best):
-            self.best, self._best_candidate = found, candidate
+            self.best = found.won_by(str(candidate)) if isinstance(found, Schedule) else found
+            self._best_candidate = candidate
         return found.makespan_s if isinstance(found, Schedule) else math.inf
 
     def _order(self, priced: Priced, shape: Shape) -> Schedule | Shortage:

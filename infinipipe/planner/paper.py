@@ -14,18 +14,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from infinipipe.ir import Chunk, Slice
+from infinipipe.ir import Chunk, Search, Slice
 from infinipipe.planner.checkpointing import Shortage, StageMemory
 from infinipipe.planner.chunking import Bin, Chunks
 from infinipipe.planner.diagonals import diagonal_counts, solve_diagonals, sweep_diagonals
 from infinipipe.planner.order import stage_leads
 from infinipipe.planner.problem import Ints, Problem, Work, average_work
-from infinipipe.planner.schedule import Priced, Schedule, fixed_schedule, is_better, order_memories, price
+from infinipipe.planner.schedule import (
+    NOTHING,
+    Priced,
+    Schedule,
+    fixed_schedule,
+    is_better,
+    least_seconds,
+    order_memories,
+    price,
+)
 from infinipipe.planner.sizes import most_chunk_tokens
 
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -49,24 +58,30 @@ class _Group:
     """What recompute adds to the pipeline."""
 
 
-def plan_paper(problem: Problem) -> Schedule | Shortage:
-    """Return the paper's schedule for the best slice number."""
+def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+    """Return the paper's schedule for the best slice number, or the best known already if that is better."""
+    known = best.makespan_s if isinstance(best, Schedule) else math.inf
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
-    best: Schedule | Shortage = Shortage(0, math.inf)
-    best_groups: list[_Group] = []
-    num_worse = 0
+    own: Schedule | Shortage = NOTHING
+    own_groups: list[_Group] = []
+    winner, num_worse = "", 0
     for number in _SLICE_NUMBERS:
         if number > problem.lengths.max() or num_worse == _PATIENCE:
             break
-        groups = _group(problem, make_chains(problem, work, number))
+        chains = make_chains(problem, work, number)
+        if least_seconds(price(problem, _join(chains))) >= known:
+            continue
+        groups = _group(problem, chains)
         found = groups if isinstance(groups, Shortage) else _schedule(problem, groups)
-        num_worse += isinstance(best, Schedule)
-        if is_better(found, best):
-            best, best_groups, num_worse = found, [] if isinstance(groups, Shortage) else groups, 0
-    if isinstance(best, Schedule) and best.recompute.any():
-        polished = _schedule(problem, [_polish(problem, group) for group in best_groups])
-        best = polished if is_better(polished, best) else best
-    return best
+        num_worse += isinstance(own, Schedule)
+        if is_better(found, own):
+            own, own_groups, num_worse = found, [] if isinstance(groups, Shortage) else groups, 0
+            winner = f"paper: K = {number}, {len(own_groups)} groups"
+    if isinstance(own, Schedule):
+        own = own.won_by(winner)
+        if own.recompute.any():
+            own = _polish(problem, own, own_groups)
+    return own if is_better(own, best) else best
 
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
@@ -169,9 +184,20 @@ def _make_group(problem: Problem, chains: list[Chain]) -> _Group | Shortage:
     return _Group(chunks, memories, diagonals, float((counts.max(axis=0) * priced.costs.recompute_s).sum()))
 
 
-def _polish(problem: Problem, group: _Group) -> _Group:
-    diagonals = solve_diagonals(group.memories, problem.pipeline.limits, group.diagonals)
-    return _Group(group.chunks, group.memories, diagonals, group.recompute_s)
+def _polish(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Schedule:
+    """Solve the integer program of every group; keep the sweep's counts where its solution is not faster."""
+    solved = [solve_diagonals(group.memories, problem.pipeline.limits, group.diagonals) for group in groups]
+    found = _schedule(
+        problem, [replace(group, diagonals=counts) for group, (counts, _, _) in zip(groups, solved, strict=True)]
+    )
+    gaps = [gap for _, _, gap in solved]
+    search = Search(
+        winner=swept.search.winner,
+        solver="SCIP",
+        status=", ".join(status for _, status, _ in solved),
+        gap=None if None in gaps else max(gap for gap in gaps if gap is not None),
+    )
+    return replace(found if isinstance(found, Schedule) and is_better(found, swept) else swept, search=search)
 
 
 def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Schedule | Shortage:

@@ -24,6 +24,8 @@ class Pipeline:
     limits: tuple[int, ...]
     """Bytes per stage."""
     logits_tokens: int
+    context_tokens: int
+    """The longest sequence that training is set up for: systems with fixed shapes pack micro-batches of so many."""
 
     @property
     def num_stages(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinipipe.ir import Replica, StagePrediction
+from infinipipe.ir import Replica, Search, StagePrediction
 from infinipipe.planner.checkpointing import Shortage, StageMemory, fit_recompute, stage_memory
 from infinipipe.planner.chunking import Chunks
 from infinipipe.planner.order import backward_order, interleave, make_program
@@ -30,6 +31,9 @@ class Priced:
         return np.asarray((self.costs.forward_s + self.costs.backward_s).sum(axis=1))
 
 
+_BY_HAND = Search(winner="by hand")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One replica's chunks, ordered and fitted."""
@@ -41,11 +45,20 @@ class Schedule:
     recompute: Ints
     """(stages, chunks)"""
     timeline: Timeline
+    search: Search = _BY_HAND
 
     @property
     def makespan_s(self) -> float:
         """Simulated seconds."""
         return self.timeline.makespan_s
+
+    def won_by(self, winner: str) -> Schedule:
+        """Say what found it."""
+        return replace(self, search=Search(winner=winner))
+
+
+NOTHING = Shortage(0, math.inf)
+"""Before anything is found."""
 
 
 def price(problem: Problem, chunks: Chunks) -> Priced:
@@ -93,6 +106,21 @@ def fixed_schedule(
     if shortages:
         return max(shortages, key=lambda shortage: shortage.bytes_needed)
     return simulate_schedule(problem, priced, memories, recompute)
+
+
+def least_seconds(priced: Priced, recompute: Ints | None = None) -> float:
+    """Return what chunks in this order cannot undercut, for much less than it takes to simulate them.
+
+    A stage waits until the first chunk comes down, and when its last B has ended that one goes all the way up.
+    """
+    costs, backwards = priced.costs, backward_order(priced.chunks)
+    first, last = 0, int(backwards[-1])
+    down = np.concatenate([[0.0], np.cumsum(costs.forward_s[:-1, first] + costs.transfer_s[first])])
+    up = np.concatenate([[0.0], np.cumsum(costs.backward_s[:-1, last] + costs.transfer_s[last])])
+    work = priced.work_s
+    if recompute is not None:
+        work = work + recompute @ costs.recompute_s
+    return float((down + work + up).max())
 
 
 def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
@@ -158,4 +186,5 @@ def make_replica(schedule: Schedule) -> Replica:
         recompute=tuple(recompute),
         programs=tuple(programs),
         predicted=tuple(predicted),
+        search=schedule.search,
     )

@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 import pytest
 
-from infinipipe.ir import FORMAT_VERSION, Header, Replica, Step, show_program
+from infinipipe.ir import FORMAT_VERSION, Header, Replica, Search, Step, show_program
 from infinipipe.ir.layout import TRAILER_BYTES, Index, Totals
 from infinipipe.ir.plan import DatasetInfo, Model, Stage
 from tests.plans import make_header, make_model, write_plan
@@ -34,7 +34,7 @@ def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
     assert "[(16, 24, 24), (0, 7, 7)]" in lines
 
 
-@pytest.mark.parametrize("struct", [Header, Step, Replica, Index, Totals, Model, Stage, DatasetInfo])
+@pytest.mark.parametrize("struct", [Header, Step, Replica, Search, Index, Totals, Model, Stage, DatasetInfo])
 def test_every_field_is_documented(struct: type[Header]) -> None:
     missing = [name for name in struct.__struct_fields__ if f"`{name}`" not in TEXT]
     assert not missing

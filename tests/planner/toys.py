@@ -63,11 +63,14 @@ def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:
     return tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths))
 
 
-def toy_pipeline(counts: SequenceOf[int], room_bytes: float = ROOMY) -> Pipeline:
-    """Return stages of so many layers, each with so many bytes besides its static ones."""
+def toy_pipeline(counts: SequenceOf[int], room_bytes: float = ROOMY, context_tokens: int = 1) -> Pipeline:
+    """Return stages of so many layers, each with so many bytes besides its static ones.
+
+    No system packs less than the longest sequence, so a context of 1 leaves that to each problem.
+    """
     profile, stages = toy_profile(sum(counts)), make_stages(counts)
     limits = tuple(static_bytes(profile, stage) + int(room_bytes) for stage in stages)
-    return Pipeline(profile, stages, limits, logits_tokens=16)
+    return Pipeline(profile, stages, limits, logits_tokens=16, context_tokens=context_tokens)
 
 
 def toy_problem(lengths: SequenceOf[int], counts: SequenceOf[int], room_bytes: float = ROOMY) -> Problem:
