@@ -66,11 +66,29 @@ PLANS = st.tuples(
 )
 
 
-@given(PLANS)
-def test_equals_the_longest_path(plan: tuple[tuple[int, ...], int, Window, int, int]) -> None:
+def split_some(program: tuple[Op, ...], generator: np.random.Generator) -> tuple[Op, ...]:
+    """Make I of some B, each with its W anywhere behind."""
+    split: list[Op] = []
+    waiting: list[Op] = []
+    for op in program:
+        if op.kind == OpKind.BACKWARD and generator.random() < 0.7:
+            split.append(Op(OpKind.BACKWARD_INPUT, op.chunk))
+            waiting.append(Op(OpKind.BACKWARD_WEIGHT, op.chunk))
+        else:
+            split.append(op)
+        while waiting and generator.random() < 0.4:
+            split.append(waiting.pop(generator.integers(len(waiting))))
+    return (*split, *waiting)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@given(plan=PLANS)
+def test_equals_the_longest_path(split: bool, plan: tuple[tuple[int, ...], int, Window, int, int]) -> None:
     chains, num_stages, window, depth, seed = plan
     programs = programs_of(chains, num_stages, window, depth)
     generator = np.random.default_rng(seed)
+    if split:
+        programs = [split_some(program, generator) for program in programs]
     seconds = [generator.integers(1, 9, len(program)).astype(float).tolist() for program in programs]
     transfer_s = generator.integers(0, 6, sum(chains)).astype(float).tolist()
     timeline = simulate(programs, seconds, transfer_s)
