@@ -1,10 +1,11 @@
 """Compare all policies on real length distributions: how close to the bound, how much recompute, how long to plan.
 
-    python benchmarks/planner.py --seeds 3 -o planner.jsonl    # one JSON object per case and policy; resumes
-    python benchmarks/planner.py --ablations --seeds 3 -o ablations.jsonl
-    python benchmarks/planner.py --report planner.jsonl        # tables in Markdown
+    python benchmarks/planner.py measure -o planner.jsonl              # every case and policy; goes on where it stopped
+    python benchmarks/planner.py measure --ablations -o ablations.jsonl
+    python benchmarks/planner.py report planner.jsonl ablations.jsonl  # tables in Markdown
 
 Shapes and costs are analytic; lengths are drawn from quantiles of real data sets (tests/length_quantiles.json).
+A case's clip is also the context that training is set up for, to which systems with fixed shapes pack micro-batches.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import argparse
 import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,14 +26,21 @@ import msgspec
 import numpy as np
 
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Sequence
-from infinipipe.planner.compare import InfeasibleRow, Row, summarize
+from infinipipe.ir import Sequence, Step
+from infinipipe.ir.view import step_summary
+from infinipipe.planner.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
+from infinipipe.planner.checkpointing import Shortage
+from infinipipe.planner.compare import summarize
 from infinipipe.planner.compile import plan_step
 from infinipipe.planner.epp import Space, plan_epp
 from infinipipe.planner.leads import Shape
+from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.partition import partition_layers
 from infinipipe.planner.policies import POLICIES, Policy
-from infinipipe.planner.problem import Pipeline
+from infinipipe.planner.problem import Pipeline, Problem
+from infinipipe.planner.schedule import Schedule
+from infinipipe.planner.split_backward import split_backwards
+from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.cost import logits_tokens
@@ -43,142 +52,304 @@ MODELS = ("llama-7b", "llama-13b")
 STAGES = (4, 8, 16)
 CLIPS = (48 * 1024, 96 * 1024, 192 * 1024)
 MEMORY_GIB = (80, 40)
-
-ABLATIONS: dict[str, Policy] = {
-    "equal tokens": partial(plan_epp, space=Space(attentions=(0.0,))),
-    "equal work only": partial(plan_epp, space=Space(attentions=(1.0,), evens=(False,))),
-    "no graded chunks": partial(plan_epp, space=Space(grades=(False,))),
-    "plain 1F1B depth": partial(plan_epp, space=Space(shapes=(Shape(1.0, 1),))),
-    "full recompute": partial(plan_epp, space=Space(full_recompute=True)),
-}
-"""`epp` without one of its choices."""
-PLANNERS = POLICIES | ABLATIONS
+SEEDS = 3
 
 Case = dict[str, Any]
+Row = dict[str, Any]
 
 
-def cases(seeds: int) -> Iterator[Case]:
+def of_this_batch(policy: Policy, problem: Problem) -> Schedule | Shortage:
+    """Plan as if training were set up for the longest sequence of this very batch."""
+    return policy(replace(problem, pipeline=replace(problem.pipeline, context_tokens=int(problem.lengths.max()))))
+
+
+BATCH_TUNED: dict[str, Policy] = {
+    "gpipe, of this batch": partial(of_this_batch, plan_gpipe),
+    "1f1b, of this batch": partial(of_this_batch, plan_1f1b),
+    "seq1f1b, of this batch": partial(of_this_batch, plan_seq1f1b),
+}
+"""Rivals whose micro-batches are shaped anew for every batch, which their systems cannot do."""
+STATIC = ("gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow")
+I_AND_W = "epp, I and W"
+"""The schedule of `epp` with B split where that helps; no runtime runs it."""
+
+ALONE = Space(rivals=False)
+ABLATIONS: dict[str, Policy] = {
+    "epp alone": partial(plan_epp, space=ALONE),
+    "equal tokens, not work": partial(plan_epp, space=replace(ALONE, attentions=(0.0,))),
+    "equal work only": partial(plan_epp, space=replace(ALONE, attentions=(1.0,), evens=(False,))),
+    "no graded chunks": partial(plan_epp, space=replace(ALONE, grades=(False,))),
+    "plain 1F1B depth": partial(plan_epp, space=replace(ALONE, shapes=(Shape(1.0, 1),))),
+    "one recompute count": partial(plan_epp, space=replace(ALONE, recompute="uniform")),
+    "full recompute": partial(plan_epp, space=replace(ALONE, recompute="full")),
+    "paper without grouping": partial(plan_paper, grouping=False),
+}
+"""`epp` without the other policies' schedules and without one of its own choices, and `paper` without one of its."""
+PLANNERS: dict[str, Policy] = POLICIES | BATCH_TUNED | {I_AND_W: plan_epp} | ABLATIONS
+
+
+def cases() -> Iterator[Case]:
     """Yield every combination."""
     names = ("seed", "model", "data", "clip", "stages", "memory_gib")
-    for values in product(range(seeds), MODELS, BATCHES, CLIPS, STAGES, MEMORY_GIB):
+    for values in product(range(SEEDS), MODELS, BATCHES, CLIPS, STAGES, MEMORY_GIB):
         yield dict(zip(names, values, strict=True))
 
 
-def run(case: Case, policy: str) -> Row | InfeasibleRow:
+def run(task: tuple[Case, str]) -> Row:
     """Plan one batch with one policy."""
+    case, policy = task
     profile = analytic_profile(read_model(case["model"]), DEVICE)
     quantiles = json.loads(QUANTILES.read_text())[case["data"]]["quantiles"]
     drawn = np.random.default_rng(case["seed"]).choice(np.array(quantiles), BATCHES[case["data"]])
     lengths = np.minimum(drawn, case["clip"])
     sequences = tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths.tolist()))
     limits = (case["memory_gib"] * 2**30,) * case["stages"]
+    row: Row = {"case": case, "policy": policy, "feasible": False}
     began = time.perf_counter()
     try:
         stages = partition_layers(profile, case["stages"], limits, lengths)
-        pipeline = Pipeline(profile, stages, limits, logits_tokens(profile.model.vocabulary_size), case["clip"])
+        pipeline = Pipeline(
+            profile, stages, limits, logits_tokens(profile.model.vocabulary_size), context_tokens=case["clip"]
+        )
         step = plan_step(pipeline, PLANNERS[policy], 0, sequences, 1, "token")
-    except InfeasibleError as error:
-        return InfeasibleRow(policy=policy, reason=str(error))
-    return summarize(policy, [step], time.perf_counter() - began)
+        if policy == I_AND_W:
+            step = split_step(step, pipeline)
+    except InfeasibleError:
+        return row
+    summary = msgspec.to_builtins(summarize(policy, [step], time.perf_counter() - began))
+    return summary | row | {"feasible": True} | granularity(step)
 
 
-def measure(chosen: list[Case], policies: list[str], output: Path) -> None:
+def split_step(step: Step, pipeline: Pipeline) -> Step:
+    """Plan a step again and split its B into I and W."""
+    found = plan_epp(Problem(pipeline, step.sequences, tuple(range(len(step.sequences)))))
+    assert isinstance(found, Schedule)
+    replica, makespan_s = split_backwards(found)
+    saved = step.makespan_s - makespan_s
+    return msgspec.structs.replace(
+        step,
+        replicas=(replica,),
+        makespan_s=makespan_s,
+        step_s=step.step_s - saved,
+        bound_s=min(step.bound_s, makespan_s),
+    )
+
+
+def granularity(step: Step) -> Row:
+    """Return what was chosen: who won, kinds of chunks, and slices of split sequences."""
+    summary = step_summary(step)
+    slices = Counter(piece.sequence for chunk in step.replicas[0].chunks for piece in chunk.slices)
+    search = step.replicas[0].search
+    return {
+        "winner": summary.winners[0],
+        "solver": None if search is None else search.solver,
+        "batched": summary.num_batched,
+        "split": summary.num_split,
+        "hybrid": summary.num_hybrid,
+        "slices_per_split": [count for count in slices.values() if count > 1],
+    }
+
+
+def measure(ablations: bool, output: Path, jobs: int) -> None:
     """Append the rows that the output does not have yet."""
     done = {(json.dumps(row["case"]), row["policy"]) for row in read(output)}
+    if ablations:
+        chosen = (case for case in cases() if case["model"] == MODELS[0] and case["stages"] == 8)
+        policies = ["epp", "paper", *ABLATIONS]
+    else:
+        chosen, policies = cases(), [*POLICIES, *BATCH_TUNED, I_AND_W]
+    tasks = [task for task in product(chosen, policies) if (json.dumps(task[0]), task[1]) not in done]
     with output.open("a") as file:
-        for case, policy in product(chosen, policies):
-            if (json.dumps(case), policy) not in done:
-                row = {"case": case} | msgspec.to_builtins(run(case, policy))
-                print(json.dumps(row), file=file, flush=True)
+        for row in ordered_map(run, tasks, jobs):
+            print(json.dumps(row), file=file, flush=True)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Row]:
     """Return the rows of an output, none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def report(rows: list[dict[str, Any]]) -> Iterator[str]:
+Found = dict[str, dict[str, Row]]
+"""Rows by case and policy."""
+
+
+def report(main_rows: list[Row], ablation_rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the tables."""
-    by_case: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    found = by_case(main_rows)
+    policies = [policy for policy in PLANNERS if any(policy in rows for rows in found.values())]
+    yield "## Against the targets\n"
+    yield from table(("", "target", "found", ""), targets(found))
+    yield "\n## Policies\n"
+    yield from table(SUMMARY, (summary_cells(found, policy) for policy in policies))
+    yield "\n## What each choice is worth\n"
+    ablated = by_case(ablation_rows)
+    yield "7B on 8 stages, all lengths, limits and seeds.\n"
+    yield from table(SUMMARY, (summary_cells(ablated, policy) for policy in ("epp", *ABLATIONS, "paper")))
+    yield "\n## What `epp` chooses\n"
+    yield from choices(found)
+    yield "\n## Every case: time over bound, mean of the seeds\n"
+    yield from details(found, policies)
+
+
+def by_case(rows: Iterable[Row]) -> Found:
+    """Return the rows of the cases that any policy can plan, by case and policy."""
+    found: Found = defaultdict(dict)
     for row in rows:
-        by_case[json.dumps(row["case"])][row["policy"]] = row
-    policies = [policy for policy in PLANNERS if any(policy in found for found in by_case.values())]
-    yield from summary(by_case, policies)
-    yield ""
-    yield from details(by_case, policies)
+        found[json.dumps(row["case"])][row["policy"]] = row
+    return {case: rows for case, rows in found.items() if any(row["feasible"] for row in rows.values())}
 
 
-def summary(by_case: dict[str, dict[str, dict[str, Any]]], policies: list[str]) -> Iterator[str]:
-    """Yield one line per policy over all cases."""
+def ratios(found: Found, slower: str, faster: str = "epp") -> list[float]:
+    """Return by how much one policy is slower than another in each case that both can plan."""
+    both = [(rows[slower], rows[faster]) for rows in found.values() if slower in rows and faster in rows]
+    return [a["step_seconds"] / b["step_seconds"] for a, b in both if a["feasible"] and b["feasible"]]
+
+
+def targets(found: Found) -> Iterator[tuple[str, ...]]:
+    """Yield what was wanted and what was found."""
+    plannable = [rows for rows in found.values() if any(rows[p]["feasible"] for p in POLICIES)]
+    epp = [rows["epp"] for rows in plannable if rows["epp"]["feasible"]]
+    best = [row for row, rows in zip(epp, plannable, strict=False) if row["step_seconds"] <= fastest(rows, POLICIES)]
+    static = [fastest(rows, STATIC) / rows["epp"]["step_seconds"] for rows in plannable if rows["epp"]["feasible"]]
+    rivals = [ratio for ratio in static if math.isfinite(ratio)]
+    planning = [row["plan_seconds"] for row in epp if row["case"]["stages"] == 8 and row["case"]["data"] == "wikipedia"]
+    bounds = {gib: [r["ratio_to_bound"] for r in epp if r["case"]["memory_gib"] == gib] for gib in MEMORY_GIB}
+    count = f"{len(plannable)} of {len(plannable)}"
+    found_count = f"{len(best)} of {len(plannable)}"
     yield (
-        "| policy | infeasible | time / bound, 80 GiB | 40 GiB | time / `epp` (geometric mean) | range "
-        "| best or equal | bubble | recompute | planning, mean s | max s |"
+        "`epp` is the best or equal, of the cases that any policy can plan",
+        count,
+        found_count,
+        ok(found_count == count),
     )
-    yield "|---" * 11 + "|"
-    possible = [found for found in by_case.values() if any(row["feasible"] for row in found.values())]
-    for policy in policies:
-        found = [case[policy] for case in possible if policy in case and case[policy]["feasible"]]
-        pairs = [
-            case[policy]["step_seconds"] / case["epp"]["step_seconds"]
-            for case in possible
-            if policy in case and case[policy]["feasible"] and case["epp"]["feasible"]
-        ]
-        best = sum(
-            row["step_seconds"]
-            <= 1.0005 * min(r["step_seconds"] for r in by_case[json.dumps(row["case"])].values() if r["feasible"])
-            for row in found
-        )
-        cells = [
-            policy,
-            f"{len(possible) - len(found)} of {len(possible)}",
-            *(mean(row["ratio_to_bound"] for row in found if row["case"]["memory_gib"] == gib) for gib in MEMORY_GIB),
-            f"{math.exp(np.mean(np.log(pairs))):.3f}" if pairs else "-",
-            f"{min(pairs):.3f} - {max(pairs):.3f}" if pairs else "-",
-            str(best),
-            *(mean(row[name] for row in found) for name in ("bubble_fraction", "recompute_fraction", "plan_seconds")),
-            f"{max((row['plan_seconds'] for row in found), default=math.nan):.1f}",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+    least = (
+        ("`paper` / `epp`", 1.05, geometric(ratios(found, "paper"))),
+        ("`seq1f1b` / `epp`", 1.30, geometric(ratios(found, "seq1f1b"))),
+        ("best static baseline / `epp`", 1.15, geometric(rivals)),
+        ("`seq1f1b` / `paper`", 1.20, geometric(ratios(found, "seq1f1b", "paper"))),
+    )
+    for name, target, value in least:
+        yield f"{name}, geometric mean", f"at least {target:.2f}", f"{value:.3f}", ok(value >= target)
+    most = (
+        ("`epp` / bound at 80 GiB, mean", 1.08, float(np.mean(bounds[80]))),
+        ("`epp` / bound at 40 GiB, mean", 1.20, float(np.mean(bounds[40]))),
+        ("seconds to plan 512 sequences on 8 stages, mean", 1.0, float(np.mean(planning))),
+    )
+    for name, target, value in most:
+        yield name, f"at most {target:.2f}", f"{value:.3f}", ok(value <= target)
 
 
-def details(by_case: dict[str, dict[str, dict[str, Any]]], policies: list[str]) -> Iterator[str]:
-    """Yield time over bound of every policy, averaged over seeds."""
-    grouped: dict[tuple[Any, ...], list[dict[str, dict[str, Any]]]] = defaultdict(list)
-    for key, found in by_case.items():
+def fastest(rows: dict[str, Row], policies: Iterable[str]) -> float:
+    """Return the seconds of the fastest of these policies, infinity if none can plan the case."""
+    return min((rows[p]["step_seconds"] for p in policies if rows[p]["feasible"]), default=math.inf)
+
+
+def geometric(values: list[float]) -> float:
+    """Return the geometric mean."""
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def ok(reached: bool) -> str:
+    """Say whether a target is reached."""
+    return "ok" if reached else "MISSED"
+
+
+SUMMARY = (
+    "policy", "infeasible", "time / bound, 80 GiB", "40 GiB", "time / `epp`, geometric mean", "range", "bubble",
+    "recompute", "peak / limit", "planning, median s", "95th percentile", "most",
+)  # fmt: skip
+
+
+def summary_cells(found: Found, policy: str) -> tuple[str, ...]:
+    """Return one policy's line over all cases."""
+    rows = [case[policy] for case in found.values() if policy in case]
+    feasible = [row for row in rows if row["feasible"]]
+    pairs = ratios(found, policy)
+    peaks = [max(row["peak_bytes"]) / (row["case"]["memory_gib"] * 2**30) for row in feasible]
+    seconds = [row["plan_seconds"] for row in feasible]
+    return (
+        policy,
+        f"{len(rows) - len(feasible)} of {len(rows)}",
+        *(mean(row["ratio_to_bound"] for row in feasible if row["case"]["memory_gib"] == gib) for gib in MEMORY_GIB),
+        f"{geometric(pairs):.3f}" if pairs else "-",
+        f"{min(pairs):.3f} - {max(pairs):.3f}" if pairs else "-",
+        *(mean(row[name] for row in feasible) for name in ("bubble_fraction", "recompute_fraction")),
+        mean(peaks),
+        *(f"{np.quantile(seconds, q):.2f}" if seconds else "-" for q in (0.5, 0.95, 1.0)),
+    )
+
+
+def choices(found: Found) -> Iterator[str]:
+    """Yield how often each choice of granularity is taken."""
+    rows = [case["epp"] for case in found.values() if "epp" in case and case["epp"]["feasible"]]
+    kinds = {kind: sum(row[kind] for row in rows) for kind in ("batched", "split", "hybrid")}
+    total = sum(kinds.values())
+    yield "* Chunks: " + ", ".join(f"{count / total:.0%} {kind}" for kind, count in kinds.items()) + "."
+    counts = [count for row in rows for count in row["slices_per_split"]]
+    quantiles = ", ".join(f"{np.quantile(counts, q):.0f}" for q in (0.0, 0.25, 0.5, 0.75, 1.0))
+    yield f"* Slices of a split sequence (least, quartiles, most): {quantiles}."
+    yield f"* Chunks of a step (least to most): {min(r['num_chunks'] for r in rows):.0f} to {max(r['num_chunks'] for r in rows):.0f}."
+    winners = Counter(row["winner"].partition(":")[0] for row in rows)
+    yield "* The schedule comes from: " + listed(winners) + "."
+    own = [row["winner"].partition(": ")[2].split(", ")[1:] for row in rows if row["winner"].startswith("epp")]
+    for place, name in enumerate(("attention that counts as work", "cuts", "sizes", "depth", "bursts")):
+        yield f"* {name.capitalize()}: {listed(Counter(settings[place] for settings in own))}."
+    solvers = Counter(row["solver"] or "no solver (nothing recomputed)" for row in rows)
+    yield "* Recompute by: " + listed(solvers) + "."
+
+
+def listed(counts: Counter[str]) -> str:
+    """Return what was counted, most first."""
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+
+def details(found: Found, policies: list[str]) -> Iterator[str]:
+    """Yield time over bound of every policy."""
+    grouped: dict[tuple[Any, ...], list[dict[str, Row]]] = defaultdict(list)
+    for key, rows in found.items():
         case = json.loads(key)
-        grouped[tuple(case[name] for name in ("model", "data", "memory_gib", "clip", "stages"))].append(found)
-    yield "| model | lengths | GiB | clip | stages | " + " | ".join(policies) + " |"
-    yield "|---" * (5 + len(policies)) + "|"
-    for (model, data, gib, clip, stages), group in sorted(grouped.items(), key=str):
-        ratios = [
-            mean(case[policy]["ratio_to_bound"] for case in group if policy in case and case[policy]["feasible"])
-            for policy in policies
-        ]
-        yield f"| {model} | {data} | {gib} | {clip // 1024}K | {stages} | " + " | ".join(ratios) + " |"
+        grouped[tuple(case[name] for name in ("model", "data", "memory_gib", "clip", "stages"))].append(rows)
+    lines = (
+        (model, data, str(gib), f"{clip // 1024}K", str(stages))
+        + tuple(
+            mean(case[p]["ratio_to_bound"] for case in group if p in case and case[p]["feasible"]) for p in policies
+        )
+        for (model, data, gib, clip, stages), group in sorted(grouped.items(), key=str)
+    )
+    yield from table(("model", "lengths", "GiB", "clip", "stages", *policies), lines)
 
 
-def mean(values: Iterator[float]) -> str:
+def mean(values: Iterable[float]) -> str:
     """Return the mean with three digits, a dash for none."""
-    listed = list(values)
-    return f"{np.mean(listed):.3f}" if listed else "-"
+    numbers = list(values)
+    return f"{np.mean(numbers):.3f}" if numbers else "-"
+
+
+def table(names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yield a table in Markdown."""
+    names = tuple(names)
+    yield "| " + " | ".join(names) + " |"
+    yield "|" + "---|" * len(names)
+    for cells in rows:
+        yield "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
     """Run the benchmark or print its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path("planner.jsonl"))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--ablations", action="store_true", help="epp and its ablations, on the 7B shape only")
-    parser.add_argument("--report", type=Path, metavar="ROWS")
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("-o", "--output", type=Path, required=True)
+    measuring.add_argument("--ablations", action="store_true")
+    measuring.add_argument("--jobs", type=int, default=1)
+    reporting = commands.add_parser("report")
+    reporting.add_argument("rows", type=Path)
+    reporting.add_argument("ablations", type=Path)
     options = parser.parse_args()
-    if options.report:
-        print("\n".join(report(read(options.report))))
-    elif options.ablations:
-        chosen = (case for case in cases(options.seeds) if case["model"] == MODELS[0] and case["stages"] == 8)
-        measure(list(chosen), ["epp", *ABLATIONS], options.output)
+    if options.command == "measure":
+        measure(options.ablations, options.output, options.jobs)
     else:
-        measure(list(cases(options.seeds)), options.policies.split(","), options.output)
+        print("\n".join(report(read(options.rows), read(options.ablations))))
 
 
 if __name__ == "__main__":

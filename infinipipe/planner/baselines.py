@@ -23,6 +23,7 @@ from infinipipe.planner.order import Window, flush_leads, stage_leads
 from infinipipe.planner.problem import Ints, Problem, Work, average_work
 from infinipipe.planner.schedule import (
     NOTHING,
+    UNIFORM_PARTS,
     Priced,
     Schedule,
     fixed_schedule,
@@ -30,14 +31,13 @@ from infinipipe.planner.schedule import (
     least_seconds,
     order_memories,
     price,
+    uniform_counts,
 )
 from infinipipe.planner.sizes import most_chunk_tokens
 
 TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
 """Work as systems count it that balance tokens."""
 
-_RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Parts of a stage's layers that are tried as the one static recompute count."""
 _WINDOWS: tuple[Window, ...] = ("adaptive", "uniform")
 _MOST_PARTS = 1024
 _STEP = math.sqrt(2)
@@ -188,6 +188,4 @@ def _micro_batches(chunks: Chunks, count: int) -> Chunks:
 
 def _static_counts(problem: Problem, priced: Priced) -> list[tuple[str, Ints]]:
     """Return one count for all chunks, from no layer to all of a stage's."""
-    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
-    counts = [(f"{part:.0%} of layers recomputed", np.ceil(part * layers).astype(np.int64)) for part in _RECOMPUTED]
-    return [(name, np.repeat(count, len(priced.chunks.chunks), axis=1)) for name, count in counts]
+    return [(f"{part:.0%} of layers recomputed", uniform_counts(problem, priced, part)) for part in UNIFORM_PARTS]

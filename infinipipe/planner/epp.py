@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,11 +19,12 @@ from infinipipe.planner.schedule import (
     Schedule,
     fit_schedule,
     fixed_schedule,
-    full_recompute,
     is_better,
     least_seconds,
     order_memories,
     price,
+    uniform_counts,
+    uniform_schedule,
 )
 from infinipipe.planner.sizes import chunk_overhead_s, most_chunk_tokens
 
@@ -55,8 +56,8 @@ class Space:
     grades: tuple[bool, ...] = (True, False)
     """Whether the first chunks grow and the last shrink."""
     shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
-    full_recompute: bool = False
-    """Whether all layers of all chunks are recomputed, instead of what memory asks for."""
+    recompute: Literal["adaptive", "uniform", "full"] = "adaptive"
+    """What memory asks for by stage and chunk, or the least count that does for all chunks, or all layers."""
     rivals: bool = True
     """Whether the other policies' schedules compete, so that none of them is ever better."""
 
@@ -215,10 +216,13 @@ class Search:
         for _ in range(1 + _RETRIES):
             leads = memory_leads(problem.pipeline, priced, shape, margins)
             memories = order_memories(problem, priced, leads)
-            if self._space.full_recompute:
-                found = fixed_schedule(problem, priced, memories, full_recompute(problem, priced))
-            else:
-                found = fit_schedule(problem, priced, memories)
+            match self._space.recompute:
+                case "adaptive":
+                    found = fit_schedule(problem, priced, memories)
+                case "uniform":
+                    found = uniform_schedule(problem, priced, memories)
+                case "full":
+                    found = fixed_schedule(problem, priced, memories, uniform_counts(problem, priced, 1.0))
             if isinstance(found, Schedule):
                 break
             margins[found.stage] += found.bytes_needed - problem.pipeline.limits[found.stage]

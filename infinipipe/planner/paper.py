@@ -58,8 +58,11 @@ class _Group:
     """What recompute adds to the pipeline."""
 
 
-def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
-    """Return the paper's schedule for the best slice number, or the best known already if that is better."""
+def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING, *, grouping: bool = True) -> Schedule | Shortage:
+    """Return the paper's schedule for the best slice number, or the best known already if that is better.
+
+    Without `grouping` there is one pipeline for all chains, which shows what it is worth.
+    """
     known = best.makespan_s if isinstance(best, Schedule) else math.inf
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
     own: Schedule | Shortage = NOTHING
@@ -71,7 +74,7 @@ def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedul
         chains = make_chains(problem, work, number)
         if least_seconds(price(problem, _join(chains))) >= known:
             continue
-        groups = _group(problem, chains)
+        groups = _group(problem, chains) if grouping else _one_group(problem, chains)
         found = groups if isinstance(groups, Shortage) else _schedule(problem, groups)
         num_worse += isinstance(own, Schedule)
         if is_better(found, own):
@@ -163,6 +166,11 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
             elif before[0] + delta + group.recompute_s < best[last][0]:
                 best[last] = (before[0] + delta + group.recompute_s, [group, *before[1]])
     return best[-1][1] or shortage
+
+
+def _one_group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
+    whole = _make_group(problem, chains)
+    return whole if isinstance(whole, Shortage) else [whole]
 
 
 def _group_ends(chains: list[Chain]) -> list[int]:

@@ -88,10 +88,24 @@ def fit_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMem
     return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
 
 
-def full_recompute(problem: Problem, priced: Priced) -> Ints:
-    """Return counts that recompute every layer of every chunk."""
-    layers = [[stage.num_layers] for stage in problem.pipeline.stages]
-    return np.repeat(np.array(layers, dtype=np.int64), len(priced.chunks.chunks), axis=1)
+UNIFORM_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Parts of a stage's layers that are tried as the one recompute count of all its chunks."""
+
+
+def uniform_counts(problem: Problem, priced: Priced, part: float) -> Ints:
+    """Return counts that recompute a part of a stage's layers, the same for every chunk."""
+    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
+    return np.repeat(np.ceil(part * layers).astype(np.int64), len(priced.chunks.chunks), axis=1)
+
+
+def uniform_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMemory]) -> Schedule | Shortage:
+    """Recompute the least part of the layers that fits, the same for every chunk, and simulate it."""
+    found: Schedule | Shortage = NOTHING
+    for part in UNIFORM_PARTS:
+        found = fixed_schedule(problem, priced, memories, uniform_counts(problem, priced, part))
+        if isinstance(found, Schedule):
+            break
+    return found
 
 
 def fixed_schedule(

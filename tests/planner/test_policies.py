@@ -290,11 +290,11 @@ def test_a_smaller_space_is_never_better() -> None:
     lengths = [max(1, length // 60) for length in draw_lengths("mooncake", 30, 7)]
     problem = toy_problem(lengths, [2, 2, 2])
     whole = planned("epp", problem).makespan_s
-    for space in (Space(attentions=(0.0,)), Space(grades=(False,)), Space(full_recompute=True, rivals=False)):
+    for space in (Space(attentions=(0.0,)), Space(grades=(False,)), Space(recompute="full", rivals=False)):
         found = plan_epp(problem, space)
         assert isinstance(found, Schedule)
         assert found.makespan_s >= 0.999 * whole
-    full = plan_epp(problem, Space(full_recompute=True, rivals=False))
+    full = plan_epp(problem, Space(recompute="full", rivals=False))
     assert isinstance(full, Schedule)
     assert np.all(full.recompute == 2)
     assert full.makespan_s > 1.15 * whole
