@@ -125,14 +125,9 @@ def split_step(step: Step, pipeline: Pipeline) -> Step:
     found = plan_epp(Problem(pipeline, step.sequences, tuple(range(len(step.sequences)))))
     assert isinstance(found, Schedule)
     replica, makespan_s = split_backwards(found)
-    saved = step.makespan_s - makespan_s
-    return msgspec.structs.replace(
-        step,
-        replicas=(replica,),
-        makespan_s=makespan_s,
-        step_s=step.step_s - saved,
-        bound_s=min(step.bound_s, makespan_s),
-    )
+    step_s = step.step_s - step.makespan_s + makespan_s
+    # The bound stays that of F and B, which I and W may undercut.
+    return msgspec.structs.replace(step, replicas=(replica,), makespan_s=makespan_s, step_s=step_s)
 
 
 def granularity(step: Step) -> Row:
@@ -209,19 +204,13 @@ def targets(found: Found) -> Iterator[tuple[str, ...]]:
     """Yield what was wanted and what was found."""
     plannable = [rows for rows in found.values() if any(rows[p]["feasible"] for p in POLICIES)]
     epp = [rows["epp"] for rows in plannable if rows["epp"]["feasible"]]
-    best = [row for row, rows in zip(epp, plannable, strict=False) if row["step_seconds"] <= fastest(rows, POLICIES)]
+    best = sum(fastest(rows, ("epp",)) <= fastest(rows, POLICIES) for rows in plannable)
     static = [fastest(rows, STATIC) / rows["epp"]["step_seconds"] for rows in plannable if rows["epp"]["feasible"]]
     rivals = [ratio for ratio in static if math.isfinite(ratio)]
     planning = [row["plan_seconds"] for row in epp if row["case"]["stages"] == 8 and row["case"]["data"] == "wikipedia"]
     bounds = {gib: [r["ratio_to_bound"] for r in epp if r["case"]["memory_gib"] == gib] for gib in MEMORY_GIB}
-    count = f"{len(plannable)} of {len(plannable)}"
-    found_count = f"{len(best)} of {len(plannable)}"
-    yield (
-        "`epp` is the best or equal, of the cases that any policy can plan",
-        count,
-        found_count,
-        ok(found_count == count),
-    )
+    count = len(plannable)
+    yield "`epp` best or equal, of the cases that any can plan", "all", f"{best} of {count}", ok(best == count)
     least = (
         ("`paper` / `epp`", 1.05, geometric(ratios(found, "paper"))),
         ("`seq1f1b` / `epp`", 1.30, geometric(ratios(found, "seq1f1b"))),
@@ -288,7 +277,8 @@ def choices(found: Found) -> Iterator[str]:
     counts = [count for row in rows for count in row["slices_per_split"]]
     quantiles = ", ".join(f"{np.quantile(counts, q):.0f}" for q in (0.0, 0.25, 0.5, 0.75, 1.0))
     yield f"* Slices of a split sequence (least, quartiles, most): {quantiles}."
-    yield f"* Chunks of a step (least to most): {min(r['num_chunks'] for r in rows):.0f} to {max(r['num_chunks'] for r in rows):.0f}."
+    chunks = [row["num_chunks"] for row in rows]
+    yield f"* Chunks of a step: {min(chunks):.0f} to {max(chunks):.0f}."
     winners = Counter(row["winner"].partition(":")[0] for row in rows)
     yield "* The schedule comes from: " + listed(winners) + "."
     own = [row["winner"].partition(": ")[2].split(", ")[1:] for row in rows if row["winner"].startswith("epp")]
@@ -309,13 +299,10 @@ def details(found: Found, policies: list[str]) -> Iterator[str]:
     for key, rows in found.items():
         case = json.loads(key)
         grouped[tuple(case[name] for name in ("model", "data", "memory_gib", "clip", "stages"))].append(rows)
-    lines = (
-        (model, data, str(gib), f"{clip // 1024}K", str(stages))
-        + tuple(
-            mean(case[p]["ratio_to_bound"] for case in group if p in case and case[p]["feasible"]) for p in policies
-        )
-        for (model, data, gib, clip, stages), group in sorted(grouped.items(), key=str)
-    )
+    lines = []
+    for (model, data, gib, clip, stages), group in sorted(grouped.items(), key=str):
+        cells = [mean(c[p]["ratio_to_bound"] for c in group if p in c and c[p]["feasible"]) for p in policies]
+        lines.append((model, data, str(gib), f"{clip // 1024}K", str(stages), *cells))
     yield from table(("model", "lengths", "GiB", "clip", "stages", *policies), lines)
 
 
