@@ -29,15 +29,18 @@ _OPTIMIZER_PARAMETERS = 2**22
 
 
 class Bench:
-    """One decoder layer with embedding and head.
+    """One decoder layer, with embedding and head unless it goes without `ends`.
+
+    Times of a CPU are those of this thread, which does all the work: what other programs take of the core does not
+    count.
 
     Raises:
         OutOfMemory: they do not fit into the device.
     """
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(self, model: Model, device: torch.device, *, ends: bool = True) -> None:
         self.model, self.device = model, device
-        self.stage = self._make_stage(1, ends=True)
+        self.stage = self._make_stage(1, ends=ends)
         self.layer = self.stage.layers[0]
         self.piece = logits_tokens(model.vocabulary_size)
 
@@ -87,7 +90,11 @@ class Bench:
         return output
 
     def end_curves(self, sizes: Sequence[int], repeats: int) -> dict[str, Curve]:
-        """Time forward and backward of embedding and head over chunk sizes, up to what fits into memory."""
+        """Time forward and backward of embedding and head over chunk sizes, up to what fits into memory.
+
+        Raises:
+            OutOfMemory: not even two sizes fit.
+        """
         times: dict[str, dict[int, list[float]]] = {}
         for _ in range(repeats):
             for tokens in sizes:
@@ -96,6 +103,8 @@ class Bench:
                         times.setdefault(op, {}).setdefault(tokens, []).append(seconds)
                 except OutOfMemory:
                     break
+        if any(len(found) < 2 for found in times.values()) or not times:
+            raise OutOfMemory
         return {
             op: Curve(tokens=tuple(found), seconds=tuple(float(np.median(values)) for values in found.values()))
             for op, found in times.items()
@@ -135,13 +144,18 @@ class Bench:
         return float(np.median(forward)), float(np.median(backward))
 
     def optimizer_line(self, repeats: int) -> Line:
-        """Time the end of a step: norm, clipping, update and zeroing, for all tensors and for the first half."""
+        """Time the end of a step: norm, clipping, update and zeroing, for all tensors and for the first half.
+
+        Raises:
+            OutOfMemory: parameters and optimizer state do not fit into the device.
+        """
         num_layers = max(1, min(8, _OPTIMIZER_PARAMETERS // self.model.layer_parameters))
         parameters = list(self._make_stage(num_layers, ends=False).global_parameters().values())
         groups = parameters[: len(parameters) // 2], parameters
         sizes = [sum(p.numel() for p in group) for group in groups]
-        steps = [self._optimizer_step(group) for group in groups]
-        seconds = [[step() for step in steps] for _ in range(repeats)]
+        with memory_errors():
+            steps = [self._optimizer_step(group) for group in groups]
+            seconds = [[step() for step in steps] for _ in range(repeats)]
         return fit_line(sizes, np.median(seconds, axis=0).tolist())
 
     def _optimizer_step(self, parameters: list[nn.Parameter]) -> Callable[[], float]:
@@ -200,8 +214,9 @@ class Bench:
         return middle - started, self._now() - middle
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.device.type == "cpu":
+            return time.thread_time()
+        torch.cuda.synchronize()
         return time.perf_counter()
 
 

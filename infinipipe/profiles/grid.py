@@ -92,7 +92,8 @@ class Survey:
         Raises:
             OutOfMemory: not even two sequences of different lengths could be measured.
         """
-        self._deadline = self.clock() + self.effort.seconds
+        self._started = self.clock()
+        self._deadline = self._started + self.effort.seconds
         for slices in COARSE:
             self._measure(slices)
         if len(self._whole()) < 2:
@@ -230,10 +231,14 @@ class Survey:
                     busy |= self._measure(slices)
 
     def _share_done(self) -> float:
-        least = self.effort.min_repeats * (self.effort.num_points + self.effort.num_held_out)
-        done = sum(len(repeats) for repeats in self.times.values()) / least
-        time = 1 - (self._deadline - self.clock()) / self.effort.seconds
-        return min(1.0, done, time) if done < 1 else min(1.0, max(time, 0.0))
+        """Return the share of the time: what has passed, and what the deadline leaves or the least repeats need."""
+        passed = self.clock() - self._started
+        seconds = [(len(repeats), sum(repeats[0].values())) for repeats in self.times.values()]
+        measured = sum(count * each for count, each in seconds)
+        missing = sum(max(0, self.effort.min_repeats - count) * each for count, each in seconds)
+        # Where other programs want the machine too, more time passes than is measured.
+        left = max(self._deadline - self.clock(), missing * passed / measured)
+        return passed / (passed + max(left, 0.0)) if passed else 0.0
 
 
 def _place(point: Point) -> Floats:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,22 @@ def count_devices(device: torch.device) -> int:
 
 
 @contextmanager
+def limit_memory(device: torch.device) -> Iterator[None]:
+    """Let a CPU's allocations fail where memory ends: Linux grants more and then kills the process that uses it."""
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [_kibibytes(status, "VmSize") + int(HOST_SHARE * _free_memory()), soft, hard]
+    resource.setrlimit(resource.RLIMIT_AS, (min(n for n in limits if n != resource.RLIM_INFINITY), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextmanager
 def memory_errors() -> Iterator[None]:
     """Turn torch's ways to say that memory is short into `OutOfMemory`."""
     try:
@@ -86,11 +104,31 @@ def memory_errors() -> Iterator[None]:
 
 
 def _host_memory() -> int:
-    """Return the machine's memory, or the container's limit where that is lower."""
+    """Return the machine's memory, or the container's limit where that is lower, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(total, int(text)) if text.isdigit() else total
+    limit = _container_bytes("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def _free_memory() -> int:
+    """Return the bytes that nobody uses of what `_host_memory` says."""
+    free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
+    limit, used = _container_bytes("memory.max"), _container_bytes("memory.current")
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def _container_bytes(name: str) -> int | None:
+    """Return a figure of the container, None if there is none."""
+    path = Path("/sys/fs/cgroup") / name
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    """Return the bytes of a line such as `VmSize: 1024 kB`."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    assert found is not None, f"{path} has no {name}"
+    return 1024 * int(found[1])
 
 
 def _cpu_name() -> str:

@@ -1,7 +1,7 @@
 """Measures a model's parts on this machine, through the very code that will train it.
 
-Memory is counted while time is taken, as it is in a run. Nothing of this belongs to the
-planner: only the command line imports it.
+Memory is counted while time is taken, and on a CPU the other cores work meanwhile, as in a run.
+Nothing of this belongs to the planner: only the command line imports it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ from infinipipe import __version__
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
 from infinipipe.profiles.bench import Bench
+from infinipipe.profiles.crew import Crew, start_crew
 from infinipipe.profiles.footprint import Footprint
 from infinipipe.profiles.grid import FULL, QUICK, Effort, OutOfMemory, Survey
-from infinipipe.profiles.machine import choose_device, count_devices, describe_device, describe_software
+from infinipipe.profiles.machine import (
+    choose_device,
+    count_devices,
+    describe_device,
+    describe_software,
+    limit_memory,
+)
 from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION, Bytes, Curve, Line, Profile, Times
 from infinipipe.profiles.samples import fit_survey, make_samples, measure_accuracy
-from infinipipe.profiles.transfer import Links, measure_links
+from infinipipe.profiles.transfer import Links
 from infinipipe.runtime.memory import track_memory
 
 Progress = Callable[[int, int], None]
 
-_SURVEY_SHARE = 80
-"""Per cent of the time that a layer takes; the rest is for the ends, the bytes and the links."""
+_MOST_RANKS = 8
+_START_S, _ENDS_S, _BYTES_S, _LINKS_S = 5.0, 0.5, 0.5, 1.0
+"""What the parts besides a layer's times take about, for the progress."""
 _END_REPEATS, _OVERHEAD_REPEATS, _OPTIMIZER_REPEATS = 5, 51, 15
 
 
@@ -57,16 +65,39 @@ def measure_profile(model: Model, *, device: str, quick: bool, progress: Progres
     place = choose_device(device)
     if place.type == "cpu":
         torch.set_num_threads(1)  # a CPU device is one core
-    try:
-        survey, parts = _measure(model, place, QUICK if quick else FULL, progress)
-    except OutOfMemory:
-        raise InputError(
-            f"{model.name}: a layer with embedding, head and a chunk of 1,024 tokens does not fit into the memory "
-            "of this device; profile on a larger one, or give --analytic DEVICE"
-        ) from None
-    links = measure_links(place.type, min(count_devices(place), 8))
-    progress(100, 100)
+    effort = QUICK if quick else FULL
+    clock = _Clock(progress, effort)
+    num_ranks = min(count_devices(place), _MOST_RANKS)
+    with start_crew(model, place.type, num_ranks) as crew:
+        try:
+            with limit_memory(place):
+                survey, parts = _measure(model, place, effort, crew, clock)
+        except OutOfMemory:
+            raise InputError(
+                f"{model.name}: a layer with embedding, head and a chunk of 1,024 tokens does not fit into the memory "
+                "of this device; profile on a larger one, or give --analytic DEVICE"
+            ) from None
+        links = crew.measure_links()
+        clock.done(_LINKS_S)
     return _assemble(model, place, survey, parts, links)
+
+
+class _Clock:
+    """Turns what is done into per cent of the time."""
+
+    def __init__(self, progress: Progress, effort: Effort) -> None:
+        self._progress, self._passed_s, self._shown = progress, 0.0, 0
+        self._total_s = _START_S + effort.seconds + _ENDS_S + _BYTES_S + _LINKS_S
+
+    def show(self, seconds: float) -> None:
+        """Show that so many seconds of the part that runs have passed."""
+        self._shown = max(self._shown, round(100 * (self._passed_s + seconds) / self._total_s))
+        self._progress(self._shown, 100)
+
+    def done(self, seconds: float) -> None:
+        """Show that a part is done, which takes so many seconds."""
+        self._passed_s += seconds
+        self.show(0.0)
 
 
 def measure_bytes(model: Model, device: torch.device) -> Bytes:
@@ -77,18 +108,22 @@ def measure_bytes(model: Model, device: torch.device) -> Bytes:
         return Footprint(bench, memory).count()
 
 
-def _measure(model: Model, place: torch.device, effort: Effort, progress: Progress) -> tuple[Survey, _Parts]:
+def _measure(model: Model, place: torch.device, effort: Effort, crew: Crew, clock: _Clock) -> tuple[Survey, _Parts]:
     bench = Bench(model, place)
     with track_memory(place, ()) as memory:
         bench.warm_up()
-        survey = Survey(bench.time_layer, effort, time.perf_counter, lambda p: progress(int(p * _SURVEY_SHARE), 100))
+        crew.wait_until_busy()
+        clock.done(_START_S)
+        survey = Survey(bench.time_layer, effort, time.perf_counter, lambda share: clock.show(share * effort.seconds))
         survey.run()
+        clock.done(effort.seconds)
         ends = bench.end_curves(survey.whole_sizes, _END_REPEATS)
-        progress(_SURVEY_SHARE + 5, 100)
         chunk_s = bench.chunk_overheads(_OVERHEAD_REPEATS)
         optimizer_s = bench.optimizer_line(_OPTIMIZER_REPEATS)
-        progress(_SURVEY_SHARE + 10, 100)
-        return survey, _Parts(ends, chunk_s, optimizer_s, Footprint(bench, memory).count())
+        clock.done(_ENDS_S)
+        sizes = Footprint(bench, memory).count()
+        clock.done(_BYTES_S)
+        return survey, _Parts(ends, chunk_s, optimizer_s, sizes)
 
 
 def _assemble(model: Model, place: torch.device, survey: Survey, parts: _Parts, links: Links) -> Profile:

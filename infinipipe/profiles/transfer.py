@@ -1,9 +1,8 @@
-"""Measures what moving bytes between a machine's devices takes, with real processes and the runtime's transport."""
+"""Measures what moving bytes between a machine's devices takes, with the runtime's transport; see `crew`."""
 
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.multiprocessing.spawn import start_processes
 
 from infinipipe.profiles.fit import fit_line
 from infinipipe.profiles.profile import Line
@@ -32,36 +30,31 @@ class Links(msgspec.Struct, frozen=True):
     num_ranks: int
 
 
-def measure_links(device: str, num_ranks: int) -> Links:
-    """Measure one transfer between two ranks of this machine, and an exchange among all of them."""
-    if num_ranks == 1:
-        nothing = Line(constant=0.0, rate=0.0)
-        return Links(transfer_s=nothing, all_to_all_s=nothing, num_ranks=1)
-    with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
-        start_processes(_measure, args=(device, num_ranks, scratch), nprocs=num_ranks, start_method="spawn")
-        return msgspec.json.decode((Path(scratch) / "links").read_bytes(), type=Links)
+def measure_links(rank: int, device: str, num_ranks: int, store: Path) -> Links:
+    """Measure one transfer between two ranks of this machine, and an exchange among all of them.
 
-
-def _measure(rank: int, device: str, num_ranks: int, scratch: str) -> None:
+    Args:
+        rank: this process; every rank calls this.
+        device: `cpu` or `cuda`.
+        num_ranks: at least 2.
+        store: a file that is not there yet, where the ranks meet.
+    """
     worker_environment(rank)
-    torch.set_num_threads(1)
     place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     if device == "cuda":
         torch.cuda.set_device(place)
-    store = FileStore(f"{scratch}/store", num_ranks)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
+    dist.init_process_group(backend, store=FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
     channels = dist.new_group(), dist.new_group()
     sizes = [4.0 * size for size in SIZES]
     exchange = fit_line(sizes, [_all_to_all(size, num_ranks, place) for size in SIZES])
+    transfer = Line(constant=0.0, rate=0.0)
     if rank < 2:
         transport = DistributedTransport(channels, rank, place)
         transfer = fit_line(sizes, [_ping_pong(size, transport, rank, place) for size in SIZES])
-        if rank == 0:
-            links = Links(transfer_s=transfer, all_to_all_s=exchange, num_ranks=num_ranks)
-            (Path(scratch) / "links").write_bytes(msgspec.json.encode(links))
     dist.barrier()
     dist.destroy_process_group()
+    return Links(transfer_s=transfer, all_to_all_s=exchange, num_ranks=num_ranks)
 
 
 def _ping_pong(size: int, transport: DistributedTransport, rank: int, place: torch.device) -> float:

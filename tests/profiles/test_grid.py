@@ -107,6 +107,23 @@ def test_out_of_memory_prunes_what_is_larger() -> None:
     assert len(found.times) > 20
 
 
+@pytest.mark.parametrize("speed", [0.6, 3.0])
+@pytest.mark.parametrize("load", [1.0, 3.0])
+def test_progress_is_the_share_of_the_time(speed: float, load: float) -> None:
+    """Also where the machine is slow, and where others take two thirds of it."""
+    machine, shown = Machine(speed=speed), [(0.0, 0.0)]
+
+    def clock() -> float:
+        return load * machine.time
+
+    found = Survey(machine.run, FULL, clock, lambda share: shown.append((clock(), share)))
+    found.run()
+    assert shown[-1][1] > 0.95
+    late = [(passed, share) for passed, share in shown if passed > 0.3 * clock()]
+    for passed, share in late:
+        assert share == pytest.approx(passed / clock(), abs=0.2)
+
+
 def test_a_device_that_holds_nothing_is_said() -> None:
     with pytest.raises(OutOfMemory):
         survey(Machine(most_tokens=10))

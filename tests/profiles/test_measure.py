@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,15 @@ import torch
 from infinipipe.cli import run_command
 from infinipipe.errors import InputError
 from infinipipe.profiles import Profile, read_profile
+from infinipipe.profiles import crew as crew_module
 from infinipipe.profiles.bench import Bench
+from infinipipe.profiles.crew import NO_LINKS, start_crew
 from infinipipe.profiles.grid import Effort, OutOfMemory
-from infinipipe.profiles.machine import choose_device, memory_errors
-from infinipipe.profiles.transfer import measure_links
+from infinipipe.profiles.machine import choose_device, limit_memory, memory_errors
 from tests.runtime.replay import CPU, small_model
 
+NUM_RANKS = 3
+"""Processes besides the one that measures, whatever this machine has."""
 TINY_EFFORT = Effort(num_points=18, num_held_out=4, min_repeats=2, seconds=2.0, most_seconds=0.3)
 
 
@@ -32,6 +39,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("infinipipe.profiles.measure.QUICK", TINY_EFFORT)
+        patch.setattr("infinipipe.profiles.measure.count_devices", lambda place: NUM_RANKS)
         assert run_command(["profile", str(folder), "--quick", "--device", "cpu"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "profile.json"]
     return read_profile(folder / "profile.json")
@@ -56,10 +64,9 @@ def test_every_time_was_measured(measured: Profile) -> None:
     assert 0 < times.chunk_forward_s < 0.1
     assert 0 < times.chunk_backward_s < 0.1
     assert times.optimizer_s.constant + times.optimizer_s.rate * 1e5 > 0
-    ranks = min(measured.device.num_devices, 8)
-    assert times.all_to_all_ranks == ranks
+    assert times.all_to_all_ranks == NUM_RANKS
     for line in (times.transfer_s, times.all_to_all_s):
-        assert (line.constant + line.rate * 1e6 > 0) == (ranks > 1)
+        assert 0 < line.constant + line.rate * 1e6 < 1
 
 
 def test_samples_are_raw_and_some_held_out(measured: Profile) -> None:
@@ -100,6 +107,7 @@ def test_interrupted_profiling_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "profile.json").write_text("the one before")
     assert run_command(["profile", "config.json", "--quick", "--device", "cpu"]) == 130
     assert runs == 20
+    assert multiprocessing.active_children() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "profile.json"]
     assert (tmp_path / "profile.json").read_text() == "the one before"
 
@@ -144,6 +152,8 @@ def test_a_chunk_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) 
         bench.time_layer(((0, 128),))
     curves = bench.end_curves([1, 64, 256], 2)
     assert {curve.tokens for curve in curves.values()} == {(1, 64)}
+    with pytest.raises(OutOfMemory):
+        bench.end_curves([64, 256], 2)  # one size has no slope
 
 
 def test_a_model_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +167,70 @@ def test_a_model_that_does_not_fit_is_said(tmp_path: Path, monkeypatch: pytest.M
         measure_profile(small_model(), device="cpu", quick=True, progress=lambda done, total: None)
 
 
-def test_a_machine_with_one_device_has_no_links() -> None:
-    links = measure_links("cpu", 1)
-    assert (links.num_ranks, links.transfer_s.rate, links.all_to_all_s.constant) == (1, 0.0, 0.0)
+def test_memory_that_is_not_there_is_refused_while_probing() -> None:
+    """Linux would grant it and kill the process when it is used."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    free = int((Path("/proc/meminfo").read_text().split("MemAvailable:")[1]).split()[0]) * 1024
+    with limit_memory(CPU):
+        with pytest.raises(OutOfMemory), memory_errors():
+            torch.empty(free, dtype=torch.uint8)
+        assert torch.ones(1000).sum() == 1000
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_time_that_others_take_of_the_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(small_model(), CPU)
+    run_layer = bench.run_layer
+
+    def wait(*inputs: Any) -> torch.Tensor:
+        time.sleep(0.5)
+        return run_layer(*inputs)
+
+    monkeypatch.setattr(bench, "run_layer", wait)
+    assert 0 < bench.time_layer(((0, 64),))["forward"] < 0.4
+
+
+def test_a_machine_with_one_device_has_no_others_and_no_links() -> None:
+    with start_crew(small_model(), "cpu", 1) as crew:
+        crew.wait_until_busy()
+        assert crew.measure_links() == NO_LINKS
+    assert (NO_LINKS.num_ranks, NO_LINKS.transfer_s.rate, NO_LINKS.all_to_all_s.constant) == (1, 0.0, 0.0)
+
+
+class Shared:
+    """What a process of the crew sees: it may rest after a while."""
+
+    def __init__(self, passes: int, parent: int) -> None:
+        self.ready = self.rest = self
+        self.passes, self.parent, self.released = passes, parent, 0
+
+    def release(self) -> None:
+        self.released += 1
+
+    def is_set(self) -> bool:
+        assert self.released == 1, "it says that it works before it does"
+        self.passes -= 1
+        return self.passes < 0
+
+
+def test_the_other_cores_run_layers_until_they_may_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[object] = []
+    time_layer = Bench.time_layer
+
+    def count(bench: Bench, slices: tuple[tuple[int, int], ...]) -> object:
+        runs.append(slices)
+        if len(runs) == 6:
+            raise OutOfMemory  # no reason to end
+        return time_layer(bench, slices)
+
+    monkeypatch.setattr(Bench, "time_layer", count)
+    assert crew_module._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
+    assert runs[4:] == [((0, 1024),)] * 5
+
+
+def test_a_layer_too_large_to_have_twice_is_not_run_by_others() -> None:
+    large = msgspec.structs.replace(small_model(), layer_parameters=10**12)
+    assert not crew_module._work(large, Shared(0, os.getppid()))  # type: ignore[arg-type]
 
 
 def drop(curve: dict[str, list[float]], count: int) -> None:
