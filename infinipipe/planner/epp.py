@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from infinipipe.ir import Search
 from infinipipe.planner.baselines import plan_1f1b, plan_chunkflow, plan_gpipe, plan_seq1f1b, plan_terapipe
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.chunking import cut_chunks
 from infinipipe.planner.leads import Shape, memory_leads
 from infinipipe.planner.paper import plan_paper
+from infinipipe.planner.polish import polish
 from infinipipe.planner.problem import Problem, average_work
 from infinipipe.planner.schedule import (
     Priced,
@@ -58,6 +60,8 @@ class Space:
     shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
     recompute: Literal["adaptive", "uniform", "full"] = "adaptive"
     """What memory asks for by stage and chunk, or the least count that does for all chunks, or all layers."""
+    polish: bool = True
+    """Whether the recompute counts of the best order are chosen for its makespan, by a linear program and SCIP."""
     rivals: bool = True
     """Whether the other policies' schedules compete, so that none of them is ever better."""
 
@@ -84,7 +88,7 @@ class Candidate:
 
 def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     """Return the best schedule found for a replica's sequences."""
-    search = Search(problem, space)
+    search = Climb(problem, space)
     start = Candidate(search.guess_count(), space.attentions[0], space.evens[0], space.grades[0], space.shapes[0])
     search.find_feasible(start)
     if len(problem.members) <= _FEW_SEQUENCES:
@@ -95,13 +99,27 @@ def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     while search.vary():
         search.climb(_COARSE)
         search.climb(_FINE)
-    best = search.best
-    for rival in RIVALS if space.rivals else ():
-        best = rival(problem, best)
+    best = _polished(search.best, space)
+    if not space.rivals:
+        return best
+    for rival in RIVALS:
+        rivalling = rival(problem, best)
+        best = best if rivalling is best else _polished(rivalling, space)
     return best
 
 
-class Search:
+def _polished(found: Schedule | Shortage, space: Space) -> Schedule | Shortage:
+    """Choose recompute counts for the makespan, now that the order is chosen."""
+    if isinstance(found, Shortage) or space.recompute != "adaptive" or not space.polish:
+        return found
+    polished, solved = polish(found)
+    if solved is None:
+        return polished
+    search = Search(winner=found.search.winner, solver=solved.solver, status=solved.status, gap=solved.gap)
+    return replace(polished, search=search)
+
+
+class Climb:
     """The best schedule so far, and how to find a better one."""
 
     def __init__(self, problem: Problem, space: Space) -> None:

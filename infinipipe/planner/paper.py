@@ -34,6 +34,7 @@ from infinipipe.planner.schedule import (
     least_seconds,
     order_memories,
     price,
+    simulate_schedule,
 )
 from infinipipe.planner.sizes import most_chunk_tokens
 
@@ -82,9 +83,15 @@ def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING, *, groupin
             winner = f"paper: K = {number}, {len(own_groups)} groups"
     if isinstance(own, Schedule):
         own = own.won_by(winner)
-        if own.recompute.any():
+        if own.recompute.any() and _least_makespan_s(own) < known:
             own = _polish(problem, own, own_groups)
     return own if is_better(own, best) else best
+
+
+def _least_makespan_s(schedule: Schedule) -> float:
+    """Return what no recompute counts can undercut in this order."""
+    none = np.zeros_like(schedule.recompute)
+    return simulate_schedule(schedule.problem, schedule.priced, schedule.memories, none).makespan_s
 
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
