@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import pairwise
 
 import highspy
 import numpy as np
@@ -59,8 +60,9 @@ def fit_layer_time(points: SequenceOf[Point]) -> LayerTime:
     """Return the curve and rates with the least sum of absolute relative errors.
 
     The curve bends at the sizes of the points that are one whole sequence. It is non-negative and never falls, the
-    rates are non-negative, so that a noisy measurement cannot make a longer chunk cheaper. Absolute errors let
-    single outliers go.
+    rates are non-negative, so that a noisy measurement cannot make a longer chunk cheaper. Nor does it ever rise per
+    token: packs of as many tokens as one of those sizes would else pull the curve down there alone, and a planner
+    finds such dips. Absolute errors let single outliers go.
 
     Args:
         points: at least two of them whole sequences of different lengths.
@@ -72,9 +74,10 @@ def fit_layer_time(points: SequenceOf[Point]) -> LayerTime:
         np.column_stack([hats, np.array(rates, dtype=float)]),
         np.array([p.seconds for p in points]),
         np.zeros(len(points)),
-        num_ascending=len(knots),
+        knots,
     )
-    curve = Curve(tokens=tuple(knots), seconds=tuple(values[: len(knots)]))
+    # Accumulated, as the solver keeps to its constraints but for a tolerance.
+    curve = Curve(tokens=tuple(knots), seconds=tuple(np.maximum.accumulate(values[: len(knots)]).tolist()))
     pair, piece, context, context_token, continued_token = values[len(knots) :]
     return LayerTime(
         curve=curve,
@@ -98,7 +101,7 @@ def fit_recompute(points: SequenceOf[Point], forward: LayerTime, backward: Layer
     once = fitted_seconds(forward, points)
     basis = np.column_stack([once, np.ones(len(points))])
     seconds = np.array([point.seconds for point in points])
-    share, constant = _least_errors(basis, seconds, once + fitted_seconds(backward, points), num_ascending=0)
+    share, constant = _least_errors(basis, seconds, once + fitted_seconds(backward, points))
     scaled = scale_layer_time(forward, share)
     return replace(scaled, curve=replace(scaled.curve, seconds=tuple(constant + s for s in scaled.curve.seconds)))
 
@@ -121,7 +124,7 @@ def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> Floats:
 def fit_line(sizes: SequenceOf[float], seconds: SequenceOf[float]) -> Line:
     """Return the line with the least sum of absolute relative errors; neither part is negative."""
     basis = np.column_stack([np.ones(len(sizes)), np.array(sizes, dtype=float)])
-    constant, rate = _least_errors(basis, np.array(seconds), np.zeros(len(sizes)), num_ascending=0)
+    constant, rate = _least_errors(basis, np.array(seconds), np.zeros(len(sizes)))
     return Line(constant=constant, rate=rate)
 
 
@@ -133,10 +136,14 @@ def _hats(x: Floats, knots: SequenceOf[int]) -> Floats:
     return hats
 
 
-def _least_errors(basis: Floats, measured: Floats, given: Floats, num_ascending: int) -> list[float]:
+def _least_errors(basis: Floats, measured: Floats, given: Floats, knots: SequenceOf[int] = ()) -> list[float]:
     """Return non-negative weights of the basis with the least sum of `|(given + basis @ weights) / measured - 1|`.
 
-    The first `num_ascending` weights never fall.
+    Args:
+        basis: (measurements, weights).
+        measured: (measurements,) seconds.
+        given: (measurements,) seconds that are known already.
+        knots: the first weights are a curve at these sizes, which never falls, nor rises per token.
     """
     relative, target = basis / measured[:, None], 1 - given / measured
     largest = np.abs(relative).max(axis=0)
@@ -148,7 +155,9 @@ def _least_errors(basis: Floats, measured: Floats, given: Floats, num_ascending:
         fitted = solver.qsum(float(c) * terms[i] for i, c in enumerate(row) if c)
         solver.addConstr(fitted - error <= wanted)
         solver.addConstr(fitted + error >= wanted)
-    for left in range(num_ascending - 1):
-        solver.addConstr(terms[left + 1] * float(1 / scale[left + 1]) >= terms[left] * float(1 / scale[left]))
+    curve = [term * float(1 / unit) for term, unit in zip(terms, scale, strict=False)][: len(knots)]
+    for left, right in pairwise(range(len(knots))):
+        solver.addConstr(curve[right] >= curve[left])
+        solver.addConstr(curve[right] <= curve[left] * (knots[right] / knots[left]))
     solver.minimize()
     return [max(0.0, float(value)) for value in np.array(solver.vals(terms)) / scale]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -65,6 +66,19 @@ def test_noise_cannot_make_a_longer_chunk_cheaper() -> None:
     assert list(fit.curve.seconds) == sorted(fit.curve.seconds)
     rates = (fit.s_per_pair, fit.s_per_slice, fit.s_per_context, fit.s_per_context_token, fit.s_per_continued_token)
     assert min(fit.curve.seconds + rates) >= 0
+
+
+def test_cheap_packs_make_no_dip_at_their_size() -> None:
+    """The rates say a quarter more than they take; the curve must not give way at 1,024 tokens alone."""
+    measured = points()
+    packs: list[Slices] = [((0, 1024 // n),) * n for n in (2, 4, 8, 16)]
+    full = fitted_seconds(TRUTH, [Point(slices, 0.0) for slices in packs])
+    measured += [Point(slices, 0.8 * float(s)) for slices, s in zip(packs, full, strict=True)]
+    fit = fit_layer_time(measured)
+    per_token = [s / n for n, s in zip(fit.curve.tokens, fit.curve.seconds, strict=True)]
+    assert all(a >= b * (1 - 1e-9) for a, b in pairwise(per_token))
+    chunks = [Point(((0, n),), 0.0) for n in (1024, 4096)]
+    assert fitted_seconds(fit, chunks) == pytest.approx(fitted_seconds(TRUTH, chunks), rel=0.02)
 
 
 def test_recompute_is_a_share_of_forward_and_a_constant() -> None:
