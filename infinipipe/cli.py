@@ -123,8 +123,7 @@ def profile(
     from infinipipe.outputs import check_output
     from infinipipe.profiles import read_profile, write_profile
 
-    if sum(option is not None for option in (analytic, refine, show)) > 1 or (html is not None and show is None):
-        raise click.UsageError("choose one of --analytic, --refine and --show; --html goes with --show")
+    _check_profile_options(click.get_current_context())
     if show is not None:
         _show_profile(read_profile(show), show, html)
         return
@@ -260,6 +259,7 @@ def compare(
     names = tuple(POLICIES) if policies is None else tuple(policies.split(","))
     with _progress("compare") as progress:
         cells = compare_grid(data, costs, options, stages or (), memory or (), names, progress)
+    _say(f"{costs.model.name} on {costs.device.name}, {costs.source} profile")
     _print_comparison(cells, as_json)
 
 
@@ -413,6 +413,34 @@ def _print_comparison(cells: list[Cell], as_json: bool) -> None:
         for row in cell.rows
     ]
     click.echo(_json(rows, indent=2))
+
+
+_PROFILE_OPTIONS = {
+    "measure": {"model", "output", "device", "quick"},
+    "analytic": {"model", "output", "analytic"},
+    "refine": {"output", "refine", "source"},
+    "show": {"show", "html"},
+}
+"""What each way to get a profile takes."""
+
+
+def _check_profile_options(context: click.Context) -> None:
+    """Refuse an argument that would be ignored."""
+    given = [
+        param
+        for param in context.command.params
+        if param.name is not None and context.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    ways = [param.name for param in given if param.name in _PROFILE_OPTIONS]
+    if len(ways) > 1:
+        raise click.UsageError("choose one of --analytic, --refine and --show")
+    way = ways[0] if ways and ways[0] else "measure"
+    for param in given:
+        if param.name not in _PROFILE_OPTIONS[way]:
+            name = param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name
+            others = [f"--{w}" for w, taken in _PROFILE_OPTIONS.items() if w != "measure" and param.name in taken]
+            hint = f"goes with {' or '.join(others)}" if others and way == "measure" else f"is not used with --{way}"
+            raise click.UsageError(f"{name} {hint}")
 
 
 def _make_profile(model: str, device: str, quick: bool, analytic: str | None) -> Profile:

@@ -10,6 +10,7 @@ import numpy as np
 from infinipipe.profiles.cost import layer_seconds
 from infinipipe.profiles.profile import Profile, Sample
 from infinipipe.profiles.samples import OPS
+from infinipipe.profiles.show import layer_times
 
 _SHELL = """<!doctype html>
 <html lang="en">
@@ -87,8 +88,7 @@ def _curves_figure(profile: Profile) -> Any:
     times = profile.times
     tokens = np.unique(np.geomspace(16, times.layer_forward.curve.tokens[-1], 60).astype(np.int64))
     pairs, slices = tokens * (tokens + 1) // 2, np.ones_like(tokens)
-    layers = (("F", times.layer_forward), ("B", times.layer_backward), ("recompute adds", times.layer_recompute))
-    for name, layer in layers:
+    for name, layer in layer_times(times).items():
         seconds = layer_seconds(layer, tokens, pairs, slices)
         figure.add_scatter(x=tokens.tolist(), y=(1e6 * seconds / tokens).tolist(), mode="lines", name=name)
     return figure.update_yaxes(type="log")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinipipe.profiles.cost import curve_seconds, layer_seconds
-from infinipipe.profiles.profile import Line, Profile
+from infinipipe.profiles.profile import LayerTime, Line, Profile, Times
 
 _SIZES = (64, 256, 1024, 4096, 16384)
 
@@ -55,7 +55,6 @@ def _times_table(profile: Profile) -> Table:
     """Return milliseconds of one whole sequence by its length."""
     times, tokens = profile.times, np.array(_SIZES)
     pairs, slices = tokens * (tokens + 1) // 2, np.ones_like(tokens)
-    layers = (("F", times.layer_forward), ("B", times.layer_backward), ("recompute adds", times.layer_recompute))
     curves = (
         ("embedding F", times.embedding_forward),
         ("embedding B", times.embedding_backward),
@@ -63,7 +62,7 @@ def _times_table(profile: Profile) -> Table:
         ("head B", times.head_backward),
     )
     table = _table("milliseconds of one sequence", *(f"{size:,} tokens" for size in _SIZES))
-    for name, layer in layers:
+    for name, layer in layer_times(times).items():
         _add_row(table, f"layer {name}", 1e3 * layer_seconds(layer, tokens, pairs, slices))
     for name, curve in curves:
         _add_row(table, name, 1e3 * curve_seconds(curve, tokens))
@@ -72,8 +71,8 @@ def _times_table(profile: Profile) -> Table:
 
 def _rates_table(profile: Profile) -> Table:
     times = profile.times
-    table = _table("coefficients of a layer", "F", "B", "recompute adds")
-    layers = (times.layer_forward, times.layer_backward, times.layer_recompute)
+    layers = layer_times(times)
+    table = _table("coefficients of a layer", *layers)
     units = {
         "s_per_pair": ("ns per pair", 1e9),
         "s_per_slice": ("us per slice", 1e6),
@@ -82,17 +81,29 @@ def _rates_table(profile: Profile) -> Table:
         "s_per_continued_token": ("ns per token of a slice with context", 1e9),
     }
     for name, (unit, factor) in units.items():
-        _add_row(table, unit, (factor * getattr(layer, name) for layer in layers))
-    _add_row(table, "sizes measured", (f"{len(layer.curve.tokens)}" for layer in layers))
+        _add_row(table, unit, (factor * getattr(layer, name) for layer in layers.values()))
+    _add_row(table, "sizes in the curve", (f"{len(layer.curve.tokens)}" for layer in layers.values()))
     table.add_section()
-    _add_row(table, "us per chunk and stage", (1e6 * times.chunk_forward_s, 1e6 * times.chunk_backward_s, ""))
+    _add_row(table, "us per chunk and stage", (1e6 * times.chunk_forward_s, 1e6 * times.chunk_backward_s))
     for name, line, unit in (
         ("optimizer", times.optimizer_s, "parameter"),
         ("transfer", times.transfer_s, "byte"),
         (f"all-to-all of {times.all_to_all_ranks} ranks", times.all_to_all_s, "byte"),
     ):
-        table.add_row(name, _line(line, unit), "", "")
+        table.add_row(name, _line(line, unit))
     return table
+
+
+def layer_times(times: Times) -> dict[str, LayerTime]:
+    """Return the times of a layer by the names that people read; I and W where the profile has them."""
+    found = {
+        "F": times.layer_forward,
+        "B": times.layer_backward,
+        "recompute adds": times.layer_recompute,
+        "I": times.layer_input_backward,
+        "W": times.layer_weight_backward,
+    }
+    return {name: time for name, time in found.items() if time is not None}
 
 
 def _line(line: Line, unit: str) -> str:
@@ -101,24 +112,34 @@ def _line(line: Line, unit: str) -> str:
 
 def _bytes_table(profile: Profile) -> Table:
     sizes = profile.bytes
-    table = _table("bytes per token of a layer", "kept", "kept if recomputed", "K and V", "their gradients")
-    _add_row(
-        table,
-        "",
-        (
-            f"{size:,.0f}"
-            for size in (
-                sizes.layer_full_per_token,
-                sizes.activation_per_token,
-                sizes.layer_kv_per_token,
-                sizes.layer_kv_grad_per_token,
-            )
-        ),
-    )
-    table.add_row("a chunk besides", f"{sizes.chunk_per_token:,.0f}")
-    table.add_row("first, last stage", f"{sizes.embedding_per_token:,.0f}", f"{sizes.head_per_token:,.0f}")
-    table.add_row("logits", f"{sizes.logits_per_token:,.0f}")
-    table.add_row("static, per parameter", f"{sizes.static_per_parameter}")
+    table = _table("bytes", "per token", "at once")
+    per_token = {
+        "a layer keeps": sizes.layer_full_per_token,
+        "if it is recomputed": sizes.activation_per_token,
+        "its K and V": sizes.layer_kv_per_token,
+        "their gradients, of a split sequence": sizes.layer_kv_grad_per_token,
+        "a layer keeps from I to W": sizes.layer_split_per_token,
+        "a stage keeps of a chunk besides": sizes.chunk_per_token,
+        "the first stage besides": sizes.embedding_per_token,
+        "the last stage besides": sizes.head_per_token,
+    }
+    for name, size in per_token.items():
+        if size is not None:
+            table.add_row(name, f"{size:,.0f}")
+    peaks = {
+        "for a moment: F of a layer": sizes.layer_forward_peak,
+        "F of a layer that is recomputed": sizes.recompute_forward_peak,
+        "B of a layer": sizes.layer_backward_peak,
+        "B of the embedding": sizes.embedding_backward_peak,
+        "F of the head, without logits": sizes.head_forward_peak,
+        "B of the head": sizes.head_backward_peak,
+    }
+    for name, line in peaks.items():
+        table.add_row(name, f"{line.rate:,.0f}", f"{line.constant:,.0f}")
+    table.add_row("B of a slice, of its own tokens", f"{sizes.slice_backward_per_token:,.0f}")
+    table.add_row("B of a slice, of its context", f"{sizes.context_per_token:,.0f}")
+    table.add_row("a piece of logits", f"{sizes.logits_per_token:,.0f}")
+    table.add_row("static, per parameter", "", f"{sizes.static_per_parameter}")
     return table
 
 

@@ -59,7 +59,12 @@ def test_show_prints_tables(profile: Profile, tmp_path: Path, capsys: pytest.Cap
         assert words in out
     row = next(line for line in out.splitlines() if line.startswith("backward, held out")).split()
     assert row[-4:] == ["2", "20.0%", "28.0%", "30.0%"]
-    assert f"{profile.bytes.layer_full_per_token:,.0f}" in out
+    sizes = msgspec.to_builtins(profile.bytes)
+    for size in sizes.values():
+        for value in size.values() if isinstance(size, dict) else [size]:
+            assert f" {value:,.0f} " in out
+    for name in ("layer F", "layer B", "layer I", "layer W"):
+        assert name in out
 
 
 def test_the_page_loads_nothing_and_names_stay_text(profile: Profile, tmp_path: Path) -> None:
@@ -83,10 +88,23 @@ def test_show_writes_the_page(profile: Profile, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--html o.html", "--show p.json --analytic a100-80g", "--show p.json --refine run", "--refine run --analytic x"],
+    [
+        "--html o.html",
+        "-p p.json",
+        "--show p.json --analytic a100-80g",
+        "--show p.json --refine run",
+        "--show p.json -o q.json",
+        "llama-7b --show p.json",
+        "--refine run --analytic x",
+        "--refine run --device cpu",
+        "--analytic a100-80g --quick",
+        "--analytic a100-80g --html o.html",
+    ],
 )
-def test_options_that_exclude_each_other(arguments: str) -> None:
+def test_options_that_would_be_ignored_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["profile", *arguments.split()]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"Error: (choose one of .*|\S+ (goes with|is not used with) --.*)", message)
 
 
 def structs(kind: type) -> set[type]:
