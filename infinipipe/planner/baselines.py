@@ -102,8 +102,12 @@ def _hopeless(best: Schedule | Shortage, priced: Priced, counts: Ints | None = N
 
 def _packed(problem: Problem) -> Iterator[tuple[str, Priced]]:
     """Yield packs of whole sequences, none of more tokens than a micro-batch or its even share has, if that is more."""
-    context = _context_tokens(problem)
-    return _distinct(problem, lambda size: cut_chunks(problem, TOKENS, max(size, context), max(int(size), context)))
+    context, most = _context_tokens(problem), most_chunk_tokens(problem.pipeline)
+    if problem.lengths.max() > most:
+        return iter(())
+    return _distinct(
+        problem, lambda size: cut_chunks(problem, TOKENS, max(size, context), min(most, max(int(size), context)))
+    )
 
 
 def _cuts(problem: Problem, work: Work) -> Iterator[tuple[str, Priced]]:

@@ -57,6 +57,21 @@ class StageMemory:
         moment = np.where(backward, kept + excess[self.chunks], forward_excess[self.chunks])
         return np.asarray(self.fixed + held + moment)
 
+    def least(self) -> Floats:
+        """Return what no recompute counts can undercut while each op runs: all other chunks recompute all layers."""
+        kept = (self.kept - self.saved * self.num_layers)[self.chunks]
+        backward = self.directions < 0
+        others = np.cumsum(np.where(backward, -kept, kept)) - np.where(backward, 0.0, kept)
+        # A chunk that recomputes all but one layer keeps that one, and needs no more for a moment.
+        own = self.kept - self.saved * self.num_layers
+        forward, own_backward = own + np.minimum(self.forward_excess, self.saved), own + self.saved
+        for chunk in np.flatnonzero(self.gradients).tolist():
+            counts = range(self.num_layers + 1)
+            own_backward[chunk] = min(
+                self.kept[chunk] - count * self.saved[chunk] + self.excess(chunk, count) for count in counts
+            )
+        return np.asarray(self.fixed + others + np.where(backward, own_backward[self.chunks], forward[self.chunks]))
+
     def excess(self, chunk: int, recompute: int) -> float:
         """Return what a chunk's B needs above what is held; see `layers_excess_bytes`."""
         saved, activation = float(self.saved[chunk]), float(self.activation[chunk])
@@ -153,6 +168,8 @@ def fit_recompute(memory: StageMemory, recompute_s: Floats, limit: float, start:
         start = np.zeros(len(memory.kept), dtype=np.int64)
     if memory.during(start).max(initial=0.0) <= limit - _ROUNDING_BYTES:
         return start
+    if (least := float(memory.least().max())) > limit - _ROUNDING_BYTES:
+        return max(least, limit + 1.0)
     sweep = _Sweep(memory, recompute_s, limit - _ROUNDING_BYTES, start)
     ops = zip(memory.directions.tolist(), memory.chunks.tolist(), memory.fixed.tolist(), strict=True)
     for position, (direction, chunk, fixed) in enumerate(ops):

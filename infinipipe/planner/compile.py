@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -23,6 +24,7 @@ from infinipipe.planner.partition import partition_layers
 from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.schedule import Schedule, empty_replica, make_replica
+from infinipipe.planner.sizes import most_chunk_tokens
 from infinipipe.planner.units import show_bytes
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import Profile, pack_profile, profile_sha256
@@ -202,6 +204,11 @@ def deal(pipeline: Pipeline, sequences: tuple[Sequence, ...], num_replicas: int)
 def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> InfeasibleError:
     """Say which stage needs how much, and what would help."""
     limit = pipeline.limits[shortage.stage]
+    if math.isinf(shortage.bytes_needed):
+        return InfeasibleError(
+            f"step {index} does not fit: the policy does not split sequences, and one has more tokens than kernels can "
+            f"index, {most_chunk_tokens(pipeline):,}; choose another --policy, or lower --max-length"
+        )
     return InfeasibleError(
         f"step {index} does not fit: stage {shortage.stage} needs at least {show_bytes(shortage.bytes_needed)}, "
         f"{show_bytes(shortage.bytes_needed - limit)} more than its limit of {show_bytes(limit)}; "

@@ -123,8 +123,9 @@ def _mesh(work: Work, longest: int, number: int, most: int) -> list[int]:
     number = max(number, -(-longest // most))
     bare = Work(work.s_per_token, work.s_per_pair, 0.0)
     total = bare.between(0, longest)
-    inner = {round(bare.reach(0, total * i / number)) for i in range(1, number)}
-    return sorted({0, longest, *inner})
+    mesh = sorted({0, longest, *(round(bare.reach(0, total * i / number)) for i in range(1, number))})
+    # The first slice has the most tokens, because it has the least attention.
+    return mesh if mesh[1] <= most else _mesh(work, longest, number + 1, most)
 
 
 def _fill_buckets(

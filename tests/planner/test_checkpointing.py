@@ -55,6 +55,23 @@ def test_bytes_equal_the_cost_models_replay(case: tuple[list[int], list[int], in
 
 
 @given(CASES)
+def test_no_counts_need_less_than_the_least(case: tuple[list[int], list[int], int, bool, Window, int]) -> None:
+    lengths, counts, parts, even, window, seed = case
+    _, memories = ordered(toy_problem(lengths, counts), parts, even, window)
+    generator = np.random.default_rng(seed)
+    for stage, memory in enumerate(memories):
+        least, num_chunks = memory.least(), len(memory.kept)
+        for recompute in generator.integers(0, counts[stage] + 1, (5, num_chunks)):
+            assert np.all(memory.during(recompute) >= least - 1e-3)
+        # Each op alone can do with it.
+        for position, chunk in enumerate(memory.chunks.tolist()):
+            others = np.full(num_chunks, counts[stage])
+            own = [np.where(np.arange(num_chunks) == chunk, count, others) for count in range(counts[stage] + 1)]
+            assert min(memory.during(each)[position] for each in own) == pytest.approx(least[position])
+        assert isinstance(fit_recompute(memory, np.ones(num_chunks), float(least.max()) - 2), float)
+
+
+@given(CASES)
 def test_fits_whenever_full_recompute_does(case: tuple[list[int], list[int], int, bool, Window, int]) -> None:
     lengths, counts, parts, even, window, seed = case
     problem = toy_problem(lengths, counts)
