@@ -200,3 +200,8 @@ def test_options_that_do_not_fit_the_model(tmp_path: Path) -> None:
         plan(tmp_path, [5], num_stages=3, memory_limit_bytes=(ROOMY, ROOMY))
     with pytest.raises(InputError, match=r"has 2147483647 tokens, .* more than 33554431 of tiny; give --max-length"):
         plan(tmp_path, [2**31 - 1], num_stages=3)
+
+
+def test_a_policy_that_does_not_split_says_so_of_a_sequence_that_no_kernel_can_index(tmp_path: Path) -> None:
+    with pytest.raises(InfeasibleError, match=r"policy does not split .* choose another --policy, or lower --max-len"):
+        plan(tmp_path, [30_000_000, 20], policy="1f1b")
