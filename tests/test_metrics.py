@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from infinipipe.errors import InputError
+from infinipipe.ir import open_plan
 from infinipipe.metrics import RECORD, Run, RunRecord, compare_run, read_run, record_run
-from infinipipe.profiles import Profile, profile_sha256, read_model, write_profile
+from infinipipe.profiles import Profile, profile_sha256, read_model, read_profile, write_profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.cost import chunk_costs, chunk_loads, optimizer_seconds
 from infinipipe.profiles.refine import refine_profile, scale_times
@@ -177,6 +178,38 @@ def test_refined_once_a_run_is_spent(tmp_path: Path) -> None:
     run: Run = read_run(folder)
     with pytest.raises(InputError, match="another profile"):
         refine_profile(refine_profile(PROFILE, run, folder), run, folder)
+
+
+def test_a_run_refines_its_profile_and_the_next_plan_predicts_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    """The profile is of a GPU and the run on a CPU, so without correction predictions are off by far."""
+    monkeypatch.chdir(tmp_path)
+    write_profile(msgspec.structs.replace(PROFILE, dtype="float32"), tmp_path / "profile.json")
+    rows = [{"input_ids": [(7 * n + k) % 256 for k in range(n)]} for n in (600, 40, 300, 90, 700, 20, 550, 80, 200)]
+    (tmp_path / "dataset.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compile_ = "compile", "dataset.jsonl", "--stages", "1", "--batch-size", "3", "--workers", "1"
+    assert call(*compile_)[0] == 0
+    code, out, err = call("run", "plan.msgpack", "--device", "cpu")
+    assert (code, out) == (0, ""), err
+    assert "infinipipe-run: 3 steps, predicted -> measured\n" in err
+    assert "warning: the predicted time is off by more than 15%" in err
+    assert "`infinipipe profile --refine infinipipe-run`" in err
+    assert "the predicted peak" in err  # a GPU's bytes are other ones
+    run = read_run(tmp_path / "infinipipe-run")
+    assert run.time_ratio > 10
+    assert call("profile", "--refine", "infinipipe-run")[0] == 0
+    assert call(*compile_)[0] == 0
+    with open_plan(tmp_path / "plan.msgpack") as plan:
+        predicted = [step.step_s for step in plan]
+    measured, before = ([getattr(s, name) for s in run.settled] for name in ("seconds", "predicted_seconds"))
+    assert predicted[1:] == pytest.approx([run_scale(tmp_path) * s for s in before], rel=1e-6)
+    assert 1 / 3 < sum(predicted[1:]) / sum(measured) < 3
+
+
+def run_scale(folder: Path) -> float:
+    (refinement,) = read_profile(folder / "profile.json").refinements
+    return refinement.scale
 
 
 def test_refine_by_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
