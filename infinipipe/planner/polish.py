@@ -60,7 +60,7 @@ class Solved:
 def polish(schedule: Schedule) -> tuple[Schedule, Solved | None]:
     """Return the same chunks and programs with better recompute counts, or the schedule itself if none are found.
 
-    Without recompute, or where there are too many chunks for a solver, nothing was solved.
+    Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
     """
     return polish_within(schedule, _MOST_ITERATIONS, _MOST_NODES)
 
@@ -146,7 +146,7 @@ def _places(memory: StageMemory, direction: int) -> Ints:
 def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
     """Take a layer each from critical B, in various groups, and let other chunks make room for it.
 
-    A group that helps is tried again. The weights of a chunk, what its recompute costs, is how often it was critical.
+    A group that helps is tried again. What a second of a chunk's recompute costs comes to be how often it was critical.
     """
     groups, number, num_failed = _groups(weights.shape), 0, 0
     critical = _critical(best)
