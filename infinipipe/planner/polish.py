@@ -16,6 +16,7 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from infinipipe.highs import QuietHighs
 from infinipipe.planner.checkpointing import StageMemory, fit_recompute
 from infinipipe.planner.problem import Floats, Ints
 from infinipipe.planner.schedule import Schedule, simulate_schedule
@@ -198,14 +199,6 @@ def _critical(schedule: Schedule) -> Bools:
     return critical
 
 
-class _QuietHighs(highspy.Highs):
-    """Does not even greet: the constructor would print to stdout before an option can be set."""
-
-    def enableCallbacks(self) -> None:
-        self.setOptionValue("output_flag", False)
-        super().enableCallbacks()  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True)
 class _Program:
     """An order as a mixed-integer program."""
@@ -307,7 +300,7 @@ def _relax(program: _Program, most_iterations: int) -> tuple[str, float, Floats,
     Return how it ended, the bound in seconds (0 if it has none), and two arrays of shape (stages, chunks): counts, and
     what a second more of each B adds to the makespan. Without a bound they mean nothing.
     """
-    solver, counted = _QuietHighs(), program.counted  # type: ignore[no-untyped-call]
+    solver, counted = QuietHighs(), program.counted  # type: ignore[no-untyped-call]
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_iteration_limit", most_iterations)

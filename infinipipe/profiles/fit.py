@@ -6,11 +6,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
 
-import highspy
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from infinipipe.highs import QuietHighs
 from infinipipe.profiles.cost import layer_seconds
 from infinipipe.profiles.profile import Curve, LayerTime, Line
 
@@ -46,14 +46,6 @@ class Point:
     def continued(self) -> int:
         """Tokens of that slice."""
         return sum(length for start, length in self.slices if start)
-
-
-class _QuietHighs(highspy.Highs):
-    """Does not even greet: the constructor would print to stdout before an option can be set."""
-
-    def enableCallbacks(self) -> None:
-        self.setOptionValue("output_flag", False)
-        super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
 def fit_layer_time(points: SequenceOf[Point]) -> LayerTime:
@@ -148,7 +140,7 @@ def _least_errors(basis: Floats, measured: Floats, given: Floats, knots: Sequenc
     relative, target = basis / measured[:, None], 1 - given / measured
     largest = np.abs(relative).max(axis=0)
     scale = np.where(largest > 0, largest, 1.0)  # terms of one size keep the solver's tolerances meaningful
-    solver = _QuietHighs()  # type: ignore[no-untyped-call]
+    solver = QuietHighs()  # type: ignore[no-untyped-call]
     terms = [solver.addVariable(lb=0.0) for _ in scale]
     for row, wanted in zip(relative / scale, target.tolist(), strict=True):
         error = solver.addVariable(lb=0.0, obj=1.0)
