@@ -301,7 +301,6 @@ def _relax(program: _Program, most_iterations: int) -> tuple[str, float, Floats,
     what a second more of each B adds to the makespan. Without a bound they mean nothing.
     """
     solver, counted = QuietHighs(), program.counted  # type: ignore[no-untyped-call]
-    solver.setOptionValue("threads", 1)
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_iteration_limit", most_iterations)
     solver.passModel(program.linear)
