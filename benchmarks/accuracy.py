@@ -112,15 +112,16 @@ def infinipipe(folder: Path, *arguments: object) -> int:
 def run_case(folder: Path, stages: int, policy: str, share: float) -> Case:
     """Compile within a share of the memory, again within what that plan needs plus 2 %, and run it."""
     roomy, static = roomy_plan(folder, stages, policy)
+    name = f"{policy}-{stages}-{share}"
     plan = None
     while plan is None:
+        assert share <= 1.0, f"{policy} does not fit into the memory it takes"
         limits = [round(s + share * (peak - s)) for s, peak in zip(static, roomy, strict=True)]
         plan = compile_plan(folder, stages, policy, limits)
-        share = min(1.0, share + 0.1)
+        share = round(share + 0.1, 1)
     limits = [math.floor(peak * SLACK) for peak in plan]
     predicted = compile_plan(folder, stages, policy, limits)
     assert predicted is not None, "a plan of the same limits existed"
-    name = f"{policy}-{stages}-{share:.1f}"
     infinipipe(folder, "run", "plan.msgpack", "--device", "cpu", "--output", name)
     return Case(policy, stages, recomputed(folder), tuple(predicted), tuple(limits), read_run(folder / name))
 

@@ -61,9 +61,10 @@ class Footprint:
         embedding = [self._count(bench.embedding(n), bench.noise(n)) for n in TOKENS]
         head = [self._count(bench.head(n), torch.ones((), device=bench.device)) for n in TOKENS]
         context, beside = self._context(small)
-        width, kv = 4 * bench.model.hidden_size, self._allocated(lambda: self._slot(large)) // large
+        width = self._allocated(lambda: bench.noise(large)) // large
+        kv = self._allocated(lambda: self._slot(large)) // large
         kv_grad = self._allocated(lambda: self._slot(large, gradients=True)) // large - kv
-        logits = 4 * bench.model.vocabulary_size
+        logits = self._logits()
         head_peaks = [h.forward_peak - min(n, bench.piece) * logits for h, n in zip(head, TOKENS, strict=True)]
         return Bytes(
             static_per_parameter=self._static() // sum(p.numel() for p in bench.stage.parameters()),
@@ -123,6 +124,12 @@ class Footprint:
         num_bytes = self._memory.current_bytes - before
         del made
         return num_bytes
+
+    def _logits(self) -> int:
+        """Return the bytes of one token's logits."""
+        tokens = min(TOKENS[0], self._bench.piece)
+        hidden, weight = self._bench.noise(tokens)[0], self._bench.stage.whole.lm_head.weight.detach()
+        return self._allocated(lambda: hidden @ weight.t()) // tokens
 
     def _slot(self, total: int, *, gradients: bool = False) -> KVStore:
         store = KVStore()

@@ -87,6 +87,7 @@ def test_bytes_are_those_of_the_model(measured: Profile) -> None:
     assert sizes.layer_kv_per_token == 2 * 4 * model.kv_size
     assert sizes.layer_kv_grad_per_token == 2 * 4 * model.kv_size
     assert sizes.activation_per_token == 4 * model.hidden_size
+    assert sizes.logits_per_token == 4 * model.vocabulary_size
     assert sizes.layer_full_per_token > 4 * (model.hidden_size * 4 + model.intermediate_size * 3)
 
 
