@@ -132,7 +132,7 @@ class _Chunks:
         # Straight in the tokens of the last slice, so least for the smallest or for the largest one.
         slices = np.minimum(last + before * (lengths - 1), last * (lengths - 1) + before)
         slots = (self.layers * (self.kv + self.kv_gradients))[:, None] * lengths
-        return np.asarray((slices + slots <= self.backward_room[:, None]).all(axis=0) & (lengths > 1))
+        return np.asarray((slices + slots <= self.backward_room[:, None]).all(axis=0))
 
     def whole_tokens(self, lengths: Floats) -> Floats:
         """Return (stages, lengths) how many tokens of layers must be recomputed of a sequence that is not split."""
@@ -458,17 +458,13 @@ def _turn_seconds(chunks: _Chunks, lengths: Floats, num_replicas: int) -> float:
     longest k must take turns, all k must. A sequence that cannot be split is open while it travels down and back.
     """
     layers, room = chunks.layers[:, None], chunks.backward_room[:, None]
-
-    def needs(some: Floats) -> tuple[Floats, Floats]:
-        """(stages, lengths) the least that a sequence needs in its last B, and while it is open."""
-        split = np.where(chunks.can_split(some), layers * some, np.inf)
-        last = np.minimum(
-            chunks.least_bytes[:, None] * some + chunks.kv * some, split * (chunks.kv + chunks.kv_gradients)
-        )
-        held = np.minimum((layers * chunks.input + chunks.kept[:, None]) * some, split * chunks.kv)
-        return last, held
-
-    last, held = needs(lengths)
+    # Bytes (stages, lengths) that a sequence needs at least in its last B, and while it is open.
+    can_split = chunks.can_split(lengths)
+    whole_last = (chunks.least_bytes[:, None] + chunks.kv) * lengths
+    whole_held = np.minimum(layers * chunks.input + chunks.kept[:, None], chunks.least_bytes[:, None]) * lengths
+    slots = layers * lengths
+    last = np.where(can_split, np.minimum(whole_last, slots * (chunks.kv + chunks.kv_gradients)), whole_last)
+    held = np.where(can_split, np.minimum(whole_held, slots * chunks.kv), whole_held)
     together = np.minimum(last[:, 1:] + held[:, :-1], last[:, :-1] + held[:, 1:]) <= room
     counts = 1 + np.cumprod(~together, axis=1).sum(axis=1)
     lengths = lengths[: counts.max()]
@@ -477,6 +473,6 @@ def _turn_seconds(chunks: _Chunks, lengths: Floats, num_replicas: int) -> float:
     trips = np.cumsum(whole[::-1], axis=0)[::-1]
     # A split sequence is open at least while its slices run on any one of the stages.
     slices = np.maximum.accumulate(chunks.work_seconds(chunks.work, lengths)[::-1], axis=0)[::-1]
-    spans = np.where(chunks.can_split(lengths), np.minimum(slices, trips), trips)
+    spans = np.where(can_split[: len(lengths)], np.minimum(slices, trips), trips)
     sums = (spans * (np.arange(len(lengths)) < counts[:, None])).sum(axis=1)
     return float(max(sums.max() / num_replicas, spans[:, 0].max()))
