@@ -32,7 +32,8 @@ NO_LINKS = Links(
     transfer_s=Line(constant=0.0, rate=0.0), all_to_all_s=Line(constant=0.0, rate=0.0), num_ranks=1
 )  # there is nobody to exchange with
 _CHUNK_ELEMENTS = 2**18
-"""Of a layer's input, in what the others work on: 1,024 tokens of a small model, 64 of a large one."""
+"""Of a layer's input, in what the others work on: 2,048 tokens of a small model, 64 of a large one."""
+_NUM_SLICES = 4
 _POLL_S = 0.2
 
 
@@ -132,7 +133,7 @@ def _work(model: Model, shared: _Shared) -> bool:
     place = torch.device("cpu")
     if 2 * 8 * model.layer_parameters > describe_device(place).memory_bytes:
         return False
-    tokens = max(64, min(1024, _CHUNK_ELEMENTS // model.hidden_size))
+    tokens = max(64, min(2048, _CHUNK_ELEMENTS // model.hidden_size))
     bench = Bench(model, place, ends=False)
     with track_memory(place, ()):
         bench.warm_up()
@@ -140,7 +141,7 @@ def _work(model: Model, shared: _Shared) -> bool:
         while not shared.rest.is_set():
             _end_with_parent(shared)
             with suppress(OutOfMemory):
-                bench.time_layer(((0, tokens),))
+                bench.time_layer(((0, tokens // _NUM_SLICES),) * _NUM_SLICES)
     return True
 
 

@@ -226,7 +226,7 @@ def test_the_other_cores_run_layers_until_they_may_rest(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Bench, "time_layer", count)
     assert crew_module._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
-    assert runs[4:] == [((0, 1024),)] * 5
+    assert runs[4:] == [((0, 512),) * 4] * 5
 
 
 def test_a_layer_too_large_to_have_twice_is_not_run_by_others() -> None:
