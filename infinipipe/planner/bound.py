@@ -77,8 +77,9 @@ class _Chunks:
         layer_times = (times.layer_forward, times.layer_backward, times.layer_recompute)
         end_curves = (times.embedding_forward, times.embedding_backward, times.head_forward, times.head_backward)
         curves = (*(layer.curve for layer in layer_times), *end_curves)
-        knots = {tokens for curve in curves for tokens in curve.tokens if 1 < tokens < most}
-        edges = np.array([1, *sorted(knots), most], dtype=np.int64)
+        # Sizes that differ twofold are told apart even where the times are straight.
+        knots = {tokens for curve in curves for tokens in curve.tokens} | {2**k for k in range(most.bit_length())}
+        edges = np.array([1, *sorted(tokens for tokens in knots if 1 < tokens < most), most], dtype=np.int64)
         self.start, self.stop = edges[:-1].astype(np.float64), edges[1:].astype(np.float64)
 
         def rows(seconds: float, layer: LayerTime, first: Curve, last: Curve) -> Floats:
