@@ -80,6 +80,7 @@ ABLATIONS: dict[str, Policy] = {
     "equal work only": partial(plan_epp, space=replace(ALONE, attentions=(1.0,), evens=(False,))),
     "no graded chunks": partial(plan_epp, space=replace(ALONE, grades=(False,))),
     "plain 1F1B depth": partial(plan_epp, space=replace(ALONE, shapes=(Shape(1.0, 1),))),
+    "no sequence by itself": partial(plan_epp, space=replace(ALONE, apart=False)),
     "recompute by the sweep alone": partial(plan_epp, space=replace(ALONE, polish=False)),
     "one recompute count": partial(plan_epp, space=replace(ALONE, recompute="uniform")),
     "full recompute": partial(plan_epp, space=replace(ALONE, recompute="full")),

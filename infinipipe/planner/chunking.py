@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,6 +33,14 @@ class Chunks:
         for size in self.chains:
             ends += [len(ends) + size] * size
         return ends
+
+
+def join_chunks(parts: Iterable[Chunks]) -> Chunks:
+    """Return all chains of some parts, those of the first part first."""
+    listed = list(parts)
+    return Chunks(
+        tuple(chunk for part in listed for chunk in part.chunks), tuple(size for part in listed for size in part.chains)
+    )
 
 
 def cut_chunks(

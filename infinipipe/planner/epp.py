@@ -10,9 +10,11 @@ import numpy as np
 
 from infinipipe.ir import Search
 from infinipipe.planner.baselines import plan_1f1b, plan_chunkflow, plan_gpipe, plan_seq1f1b, plan_terapipe
+from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.checkpointing import Shortage
-from infinipipe.planner.chunking import cut_chunks
-from infinipipe.planner.leads import Shape, memory_leads
+from infinipipe.planner.chunking import cut_chunks, join_chunks
+from infinipipe.planner.leads import Shape, connect_leads, memory_leads
+from infinipipe.planner.order import join_leads, overlap_leads
 from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.polish import polish
 from infinipipe.planner.problem import Problem, average_work
@@ -37,6 +39,10 @@ _FRUGAL = Shape(0.0, 1_000_000)
 """One chain at a time: the least that can be in flight."""
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_APART = (1, 2, 4, 8)
+"""How many of the longest sequences may run by themselves."""
+_FAR, _VERY_FAR = 1.12, 1.5
+"""Makespan over the bound from which on that is tried, and tried again with more though fewer did not help."""
 _RETRIES = 3
 _SHRINKS = 3
 _EFFORT = 50_000
@@ -60,6 +66,8 @@ class Space:
     shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
     recompute: Literal["adaptive", "uniform", "full"] = "adaptive"
     """What memory asks for by stage and chunk, or the least count that does for all chunks, or all layers."""
+    apart: bool = True
+    """Whether the longest sequences may run by themselves where memory is short."""
     polish: bool = True
     """Whether the recompute counts of the best order are chosen for its makespan, by a linear program and SCIP."""
     rivals: bool = True
@@ -88,6 +96,19 @@ class Candidate:
 
 def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     """Return the best schedule found for a replica's sequences."""
+    best = _climb(problem, space)
+    if space.apart and space.recompute == "adaptive" and _over_bound(problem, best) > _FAR:
+        best = _longest_apart(problem, space, best)
+    best = _polished(best, space)
+    if not space.rivals:
+        return best
+    for rival in RIVALS:
+        rivalling = rival(problem, best)
+        best = best if rivalling is best else _polished(rivalling, space)
+    return best
+
+
+def _climb(problem: Problem, space: Space) -> Schedule | Shortage:
     search = Climb(problem, space)
     start = Candidate(search.guess_count(), space.attentions[0], space.evens[0], space.grades[0], space.shapes[0])
     search.find_feasible(start)
@@ -99,13 +120,52 @@ def plan_epp(problem: Problem, space: Space = Space()) -> Schedule | Shortage:
     while search.vary():
         search.climb(_COARSE)
         search.climb(_FINE)
-    best = _polished(search.best, space)
-    if not space.rivals:
-        return best
-    for rival in RIVALS:
-        rivalling = rival(problem, best)
-        best = best if rivalling is best else _polished(rivalling, space)
+    return search.best
+
+
+def _over_bound(problem: Problem, best: Schedule | Shortage) -> float:
+    """Return how many times longer than its bound a schedule takes, infinity if there is none."""
+    members = [problem.sequences[member] for member in problem.members]
+    return best.makespan_s / makespan_bound(problem.pipeline, members, 1) if isinstance(best, Schedule) else math.inf
+
+
+def _longest_apart(problem: Problem, space: Space, best: Schedule | Shortage) -> Schedule | Shortage:
+    """Let the longest sequences run first, one by one, so that what only they need is not asked of all others."""
+    members = sorted(problem.members, key=lambda member: (-problem.sequences[member].length, member))
+    # While one runs, the first activation of the next is on its way.
+    pipeline, largest = problem.pipeline, problem.sequences[members[0]].length
+    coming = 2 * largest * pipeline.profile.bytes.activation_per_token
+    parts = replace(problem, pipeline=replace(pipeline, limits=tuple(limit - coming for limit in pipeline.limits)))
+    few = replace(space, attentions=space.attentions[:1], evens=space.evens[:1], shapes=space.shapes[:1])
+    alone: list[Schedule] = []
+    for count in _APART:
+        if count >= len(members):
+            break
+        for member in members[len(alone) : count]:
+            found = _climb(replace(parts, members=(member,)), few)
+            if isinstance(found, Shortage):
+                return best
+            alone.append(found)
+        rest = _climb(replace(parts, members=tuple(sorted(members[count:]))), space)
+        if isinstance(rest, Shortage):
+            continue
+        joined = _join(problem, [*alone, rest])
+        if is_better(joined, best) and isinstance(joined, Schedule):
+            best = joined.won_by(f"{rest.search.winner}, {count} longest first")
+        elif _over_bound(problem, best) < _VERY_FAR:
+            break
     return best
+
+
+def _join(problem: Problem, parts: list[Schedule]) -> Schedule | Shortage:
+    """Run schedules one after the other, and overlap them where memory allows."""
+    chunks = join_chunks(part.priced.chunks for part in parts)
+    priced = price(problem, chunks)
+    one_by_one = join_leads([part.leads for part in parts])
+    ends = np.cumsum([len(part.priced.chunks.chunks) for part in parts]).tolist()
+    overlapped = connect_leads(overlap_leads(one_by_one, ends), np.array(chunks.chain_ends))
+    found = [fit_schedule(problem, priced, order_memories(problem, priced, ls)) for ls in (one_by_one, overlapped)]
+    return found[1] if is_better(found[1], found[0]) else found[0]
 
 
 def _polished(found: Schedule | Shortage, space: Space) -> Schedule | Shortage:

@@ -73,6 +73,27 @@ def adaptive_window(chunks: Chunks, burst: int) -> Ints:
     return np.asarray(np.maximum.accumulate((ends - places)[::-1])[::-1] + places)
 
 
+def join_leads(parts: SequenceOf[Ints]) -> Ints:
+    """Return the leads of programs that run one after the other; each (stages, chunks of the part)."""
+    firsts = np.cumsum([0, *(part.shape[1] for part in parts)]).tolist()
+    return np.concatenate([first + part for first, part in zip(firsts, parts, strict=False)], axis=1)
+
+
+def overlap_leads(leads: Ints, ends: SequenceOf[int]) -> Ints:
+    """Let the F of the next part run while the last B of a part are awaited, as deep as in 1F1B.
+
+    Args:
+        leads: (stages, chunks), of parts that run one after the other.
+        ends: one past the last chunk of each part.
+    """
+    num_stages, num_chunks = leads.shape
+    places = np.arange(num_chunks)
+    left = np.array(ends)[np.searchsorted(ends, places, side="right")] - places
+    ahead = np.arange(num_stages - 1, -1, -1)[:, None]
+    wanted = np.minimum(places + 1 + ahead, num_chunks)
+    return np.asarray(np.where(left <= ahead, np.maximum(leads, wanted), leads))
+
+
 def interleave(leads: Ints, backwards: Ints) -> tuple[Ints, Ints]:
     """Return one stage's program as directions (1 is F, -1 is B) and chunks."""
     num_chunks = len(leads)

@@ -21,13 +21,12 @@ import numpy as np
 
 from infinipipe.ir import Chunk, Search, Slice
 from infinipipe.planner.checkpointing import Shortage, StageMemory
-from infinipipe.planner.chunking import Bin, Chunks
+from infinipipe.planner.chunking import Bin, Chunks, join_chunks
 from infinipipe.planner.diagonals import diagonal_counts, solve_diagonals, sweep_diagonals
-from infinipipe.planner.order import stage_leads
+from infinipipe.planner.order import join_leads, stage_leads
 from infinipipe.planner.problem import Ints, Problem, Work, average_work
 from infinipipe.planner.schedule import (
     NOTHING,
-    Priced,
     Schedule,
     fixed_schedule,
     is_better,
@@ -218,17 +217,10 @@ def _polish(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Sc
 
 def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Schedule | Shortage:
     """Run the groups' pipelines one after the other, that of the longest chains first."""
-    chunks = Chunks(
-        tuple(chunk for group in groups for chunk in group.chunks.chunks),
-        tuple(size for group in groups for size in group.chunks.chains),
-    )
-    priced: Priced = price(problem, chunks)
+    priced = price(problem, join_chunks(group.chunks for group in groups))
     num_stages = problem.pipeline.num_stages
-    leads, first = [], 0
-    for group in groups:
-        leads.append(first + stage_leads(group.chunks, num_stages, "uniform", num_stages))
-        first += len(group.chunks.chunks)
-    memories = order_memories(problem, priced, np.concatenate(leads, axis=1))
+    leads = join_leads([stage_leads(group.chunks, num_stages, "uniform", num_stages) for group in groups])
+    memories = order_memories(problem, priced, leads)
     counts = [diagonal_counts(group.memories, group.diagonals) for group in groups]
     return fixed_schedule(problem, priced, memories, np.concatenate(counts, axis=1))
 

@@ -52,6 +52,11 @@ class Schedule:
         """Simulated seconds."""
         return self.timeline.makespan_s
 
+    @property
+    def leads(self) -> Ints:
+        """(stages, chunks) how many F come before each B."""
+        return np.array([np.flatnonzero(m.directions < 0) - np.arange(len(m.kept)) for m in self.memories])
+
     def won_by(self, winner: str) -> Schedule:
         """Say what found it."""
         return replace(self, search=Search(winner=winner))

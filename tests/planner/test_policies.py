@@ -9,20 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.ir import OpKind, chunk_chains
+from infinipipe.ir import OpKind, Slice, chunk_chains
 from infinipipe.ir.text import show_program
 from infinipipe.planner import diagonals, epp
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.diagonals import diagonal_counts, diagonal_places, solve_diagonals, sweep_diagonals
 from infinipipe.planner.epp import Space, plan_epp
-from infinipipe.planner.order import make_program, stage_leads
+from infinipipe.planner.order import join_leads, make_program, overlap_leads, stage_leads
 from infinipipe.planner.paper import make_chains, plan_paper
+from infinipipe.planner.partition import make_stages
 from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
-from infinipipe.planner.problem import Problem, average_work
+from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.schedule import Schedule, make_replica, order_memories, price
+from infinipipe.profiles import read_model
+from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.test_chunking import cut
-from tests.planner.toys import ROOMY, draw_lengths, toy_problem
+from tests.planner.toys import ROOMY, draw_lengths, toy_problem, toy_sequences
 
 RIVALS = [policy for policy in POLICIES if policy != DEFAULT_POLICY]
 
@@ -311,3 +314,27 @@ def test_a_solver_cut_short_still_gives_what_the_sweep_found(monkeypatch: pytest
     assert solved.sum() <= swept.sum()
     for memory, row, limit in zip(memories, diagonal_counts(memories, solved), limits, strict=True):  # type: ignore[arg-type]
         assert memory.during(row).max() <= limit * 1.001  # type: ignore[attr-defined]
+
+
+def test_a_sequence_that_fills_a_stage_runs_by_itself() -> None:
+    profile = analytic_profile(read_model("llama-7b"), "a800-80g")
+    sequences = toy_sequences([118_432, *[20_000] * 20])
+    limits = (80 * 2**30,) * 4
+    pipeline = Pipeline(profile, make_stages([8] * 4), limits, logits_tokens=1024, context_tokens=118_432)
+    problem = Problem(pipeline, sequences, tuple(range(len(sequences))))
+    together, apart = (plan_epp(problem, Space(rivals=False, apart=each)) for each in (False, True))
+    assert isinstance(together, Schedule)
+    assert isinstance(apart, Schedule)
+    assert apart.makespan_s < 0.8 * together.makespan_s
+    # It is the first chunk, and alone in flight but for what waits for its last B.
+    assert apart.priced.chunks.chunks[0].slices == (Slice(0, 0, 118_432),)
+    assert shown(apart, 3).startswith("3F0 3B0 3F1")
+    for stage, predicted in enumerate(make_replica(apart).predicted):
+        assert predicted.peak_bytes <= limits[stage]
+
+
+def test_parts_follow_one_another_and_overlap_as_deep_as_1f1b() -> None:
+    first, second = np.array([[2, 2], [2, 2], [1, 2]]), np.array([[3, 3, 3], [2, 3, 3], [1, 2, 3]])
+    one_by_one = join_leads([first, second])
+    assert one_by_one.tolist() == [[2, 2, 5, 5, 5], [2, 2, 4, 5, 5], [1, 2, 3, 4, 5]]
+    assert overlap_leads(one_by_one, [2, 5]).tolist() == [[3, 4, 5, 5, 5], [2, 3, 4, 5, 5], [1, 2, 3, 4, 5]]
