@@ -256,7 +256,7 @@ def compare(
     costs = read_profile(profile_path)
     with _progress("read") as progress:
         data = open_dataset(dataset, costs.model.tokenizer, costs.model.vocabulary_size, max_length, progress)
-    names = tuple(POLICIES) if policies is None else tuple(policies.split(","))
+    names = tuple(POLICIES) if policies is None else tuple(name.strip() for name in policies.split(","))
     with _progress("compare") as progress:
         cells = compare_grid(data, costs, options, stages or (), memory or (), names, progress)
     _say(f"{costs.model.name} on {costs.device.name}, {costs.source} profile")

@@ -1,7 +1,7 @@
 """Rivals, each with the best of its own static settings for the step: sizes of chunks and one recompute rule.
 
 They go through the same prices, memory and simulator as every policy. GPipe, 1F1B and Seq1F1B train on
-micro-batches of one fixed shape, which has to hold the longest sequence that training is set up for
+micro-batches of one fixed shape, which has to hold the longest sequence of all steps
 (`Pipeline.context_tokens`). Where a system would cut a short sequence at a fixed size, the cut is moved to its end,
 because a chunk holds a part of at most one sequence.
 

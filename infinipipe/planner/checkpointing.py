@@ -23,6 +23,12 @@ class Shortage:
 
     stage: int
     bytes_needed: float
+    limit: float
+
+    @property
+    def missing(self) -> float:
+        """Bytes that the stage lacks."""
+        return self.bytes_needed - self.limit
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,8 @@ def compare_grid(
         for s in stages or (options.num_stages,)
         for m in memories or (None,)
     ]
+    for choice in choices:
+        choice.stages(profile), choice.limits(profile)  # what cannot be is said before anything is planned
     cells = []
     for number, choice in enumerate(choices):
 

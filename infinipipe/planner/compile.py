@@ -84,7 +84,7 @@ def make_pipeline(dataset: Dataset, profile: Profile, options: CompileOptions) -
         )
     limits = options.limits(profile)
     stages = partition_layers(profile, options.stages(profile), limits, dataset.rows.lengths)
-    return Pipeline(profile, stages, limits, logits_tokens(model.vocabulary_size), dataset.max_length or longest)
+    return Pipeline(profile, stages, limits, logits_tokens(model.vocabulary_size), longest)
 
 
 def make_header(dataset: Dataset, pipeline: Pipeline, options: CompileOptions) -> Header:
@@ -210,8 +210,8 @@ def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> Infeasible
             f"index, {most_chunk_tokens(pipeline):,}; choose another --policy, or lower --max-length"
         )
     return InfeasibleError(
-        f"step {index} does not fit: stage {shortage.stage} needs at least {show_bytes(shortage.bytes_needed)}, "
-        f"{show_bytes(shortage.bytes_needed - limit)} more than its limit of {show_bytes(limit)}; "
+        f"step {index} does not fit: stage {shortage.stage} needs {show_bytes(shortage.bytes_needed)} in the best plan "
+        f"found, {show_bytes(shortage.missing)} more than its limit of {show_bytes(limit)}; "
         "raise --memory or --stages, or lower --max-length"
     )
 

@@ -15,19 +15,23 @@ from infinipipe.planner.problem import Ints
 
 _GAP = 0.02
 _MOST_NODES = 200
+_MOST_TERMS = 50_000
+"""What SCIP solves in seconds."""
+_MOST_GAP = 1e6
 
 
-def sweep_diagonals(memories: SequenceOf[StageMemory], limits: SequenceOf[int]) -> Ints | Shortage:
-    """Return c, raised stage by stage until all programs fit."""
+def sweep_diagonals(
+    memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints | None = None
+) -> Ints | Shortage:
+    """Return c, raised stage by stage from a start (none) until all programs fit."""
     num_stages, num_chunks = len(memories), len(memories[0].kept)
-    counts = np.zeros(num_chunks + num_stages - 1, dtype=np.int64)
+    counts = np.zeros(num_chunks + num_stages - 1, dtype=np.int64) if start is None else start.copy()
     for stage, (memory, limit) in enumerate(zip(memories, limits, strict=True)):
         places = diagonal_places(memory, num_stages, stage)
-        start = np.minimum(counts[places], memory.num_layers)
         # Every count costs the same: the program minimises their sum.
-        found = fit_recompute(memory, np.ones(num_chunks), limit, start)
+        found = fit_recompute(memory, np.ones(num_chunks), limit, np.minimum(counts[places], memory.num_layers))
         if isinstance(found, float):
-            return Shortage(stage, found)
+            return Shortage(stage, found, limit)
         counts[places] = np.maximum(counts[places], found)
     return counts
 
@@ -37,11 +41,16 @@ def solve_diagonals(
 ) -> tuple[Ints, str, float | None]:
     """Return c of the least sum within memory, from a start that fits (SCIP, gap 2 %, limited by nodes).
 
+    The rows are the paper's: what chunks keep in flight. What an op needs for a moment may come on top.
+
     Besides, how SCIP ended, and how far the sum may be from the least, relative to it; None where SCIP has no bound.
     """
     from pyscipopt import Model, quicksum
 
     num_stages = len(memories)
+    tight = [_tight_rows(memory, limit) for memory, limit in zip(memories, limits, strict=True)]
+    if sum(len(in_flight) for rows in tight for in_flight, _ in rows) > _MOST_TERMS:
+        return start, "too large", None
     model = Model()
     model.hideOutput()
     model.setParam("limits/gap", _GAP)
@@ -51,9 +60,9 @@ def solve_diagonals(
     for stage, memory in enumerate(memories):
         np.maximum.at(most, diagonal_places(memory, num_stages, stage), memory.num_layers)
     columns = [model.addVar(vtype="I", lb=0, ub=int(bound)) for bound in most]
-    for stage, (memory, limit) in enumerate(zip(memories, limits, strict=True)):
+    for stage, (memory, rows) in enumerate(zip(memories, tight, strict=True)):
         places = diagonal_places(memory, num_stages, stage)
-        for in_flight, excess in _tight_rows(memory, limit):
+        for in_flight, excess in rows:
             # In units of the excess, which keeps the numbers near one.
             terms = (float(memory.saved[chunk] / excess) * columns[places[chunk]] for chunk in in_flight)
             model.addCons(quicksum(terms) >= 1.0)
@@ -64,7 +73,7 @@ def solve_diagonals(
     model.addSol(solution)
     model.optimize()
     gap = float(model.getGap())
-    told = str(model.getStatus()), None if model.isInfinity(gap) else gap
+    told = str(model.getStatus()), None if model.isInfinity(gap) or gap > _MOST_GAP else gap
     if model.getNSols() == 0:
         return start, *told
     best = model.getBestSol()

@@ -19,6 +19,7 @@ from infinipipe.planner.paper import plan_paper
 from infinipipe.planner.polish import polish
 from infinipipe.planner.problem import Problem, average_work
 from infinipipe.planner.schedule import (
+    NOTHING,
     Priced,
     Schedule,
     fit_schedule,
@@ -183,7 +184,7 @@ class Climb:
     """The best schedule so far, and how to find a better one."""
 
     def __init__(self, problem: Problem, space: Space) -> None:
-        self.best: Schedule | Shortage = Shortage(0, math.inf)
+        self.best: Schedule | Shortage = NOTHING
         self._best_candidate: Candidate | None = None
         self._problem = problem
         self._space = space
@@ -290,7 +291,7 @@ class Climb:
     def _order(self, priced: Priced, shape: Shape) -> Schedule | Shortage:
         """Order chunks and choose their recompute; where that does not fit, leave as much more free and try again."""
         problem, margins = self._problem, np.zeros(self._problem.pipeline.num_stages)
-        found: Schedule | Shortage = Shortage(0, math.inf)
+        found: Schedule | Shortage = NOTHING
         for _ in range(1 + _RETRIES):
             leads = memory_leads(problem.pipeline, priced, shape, margins)
             memories = order_memories(problem, priced, leads)
@@ -303,7 +304,7 @@ class Climb:
                     found = fixed_schedule(problem, priced, memories, uniform_counts(problem, priced, 1.0))
             if isinstance(found, Schedule):
                 break
-            margins[found.stage] += found.bytes_needed - problem.pipeline.limits[found.stage]
+            margins[found.stage] += found.missing
         return found
 
     def _price(self, candidate: Candidate) -> Priced:

@@ -7,7 +7,9 @@ best simulated makespan is kept. Mended or filled in:
 * dKV is charged to split sequences (the text prints the complement), and the bytes are the cost model's own.
 * The token limit of a chunk, which the text leaves open, is that of the mesh's longest slice.
 * While K and the groups are searched, a sweep that raises whole diagonals stands in for the integer program.
-  SCIP then solves it for the best K (gap 2 %), starting from the sweep's solution.
+  SCIP then solves it for the best K (gap 2 %), starting from the sweep's solution; where an op needs more for a
+  moment than the program knows, the sweep goes on from SCIP's.
+* Groups end at eight numbers of chunks at most.
 """
 
 from __future__ import annotations
@@ -39,8 +41,6 @@ from infinipipe.planner.sizes import most_chunk_tokens
 
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
-_PATIENCE = 3
-"""K rises no more after so many that were worse."""
 _MOST_CUTS = 8
 """Where groups may end, at most; the paper finds that two groups are typical."""
 
@@ -67,24 +67,38 @@ def plan_paper(problem: Problem, best: Schedule | Shortage = NOTHING, *, groupin
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
     own: Schedule | Shortage = NOTHING
     own_groups: list[_Group] = []
-    winner, num_worse = "", 0
     for number in _SLICE_NUMBERS:
-        if number > problem.lengths.max() or num_worse == _PATIENCE:
+        if number > problem.lengths.max():
             break
         chains = make_chains(problem, work, number)
-        if least_seconds(price(problem, _join(chains))) >= known:
+        if least_seconds(price(problem, _join(chains))) >= min(known, _makespan_s(own)):
             continue
-        groups = _group(problem, chains) if grouping else _one_group(problem, chains)
-        found = groups if isinstance(groups, Shortage) else _schedule(problem, groups)
-        num_worse += isinstance(own, Schedule)
+        found, groups = _plan_chains(problem, chains, grouping)
         if is_better(found, own):
-            own, own_groups, num_worse = found, [] if isinstance(groups, Shortage) else groups, 0
-            winner = f"paper: K = {number}, {len(own_groups)} groups"
-    if isinstance(own, Schedule):
-        own = own.won_by(winner)
-        if own.recompute.any() and _least_makespan_s(own) < known:
-            own = _polish(problem, own, own_groups)
+            own_groups = groups
+            own = found.won_by(f"paper: K = {number}, {len(groups)} groups") if isinstance(found, Schedule) else found
+    if isinstance(own, Schedule) and own.recompute.any() and _least_makespan_s(own) < known:
+        own = _polish(problem, own, own_groups)
     return own if is_better(own, best) else best
+
+
+def _plan_chains(problem: Problem, chains: list[Chain], grouping: bool) -> tuple[Schedule | Shortage, list[_Group]]:
+    """Group chains and schedule the groups; if they do not fit together, leave room for what the next one receives."""
+    pipeline, most = problem.pipeline, max(chunk.num_tokens for chain in chains for chunk in chain)
+    coming = math.ceil(most * pipeline.profile.bytes.activation_per_token)
+    tighter = replace(pipeline, limits=tuple(limit - coming for limit in pipeline.limits))
+    found: Schedule | Shortage = NOTHING
+    for limits in (pipeline, tighter):
+        within = replace(problem, pipeline=limits)
+        groups = _group(within, chains) if grouping else _one_group(within, chains)
+        found = groups if isinstance(groups, Shortage) else _schedule(problem, groups)
+        if isinstance(groups, Shortage) or isinstance(found, Schedule):
+            break
+    return found, [] if isinstance(groups, Shortage) else groups
+
+
+def _makespan_s(found: Schedule | Shortage) -> float:
+    return found.makespan_s if isinstance(found, Schedule) else math.inf
 
 
 def _least_makespan_s(schedule: Schedule) -> float:
@@ -160,7 +174,7 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
         return [whole]
     ends = _group_ends(chains)
     best: list[tuple[float, list[_Group]]] = [(0.0, [])]
-    shortage = whole if isinstance(whole, Shortage) else Shortage(0, math.inf)
+    shortage = whole if isinstance(whole, Shortage) else NOTHING
     for last in range(1, len(ends)):
         best.append((math.inf, []))
         for first in range(last):
@@ -169,7 +183,7 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
                 continue
             group = whole if len(members) == len(chains) else _make_group(problem, members)
             if isinstance(group, Shortage):
-                shortage = group if group.bytes_needed < shortage.bytes_needed else shortage
+                shortage = group if group.missing < shortage.missing else shortage
             elif before[0] + delta + group.recompute_s < best[last][0]:
                 best[last] = (before[0] + delta + group.recompute_s, [group, *before[1]])
     return best[-1][1] or shortage
@@ -201,18 +215,24 @@ def _make_group(problem: Problem, chains: list[Chain]) -> _Group | Shortage:
 
 def _polish(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Schedule:
     """Solve the integer program of every group; keep the sweep's counts where its solution is not faster."""
-    solved = [solve_diagonals(group.memories, problem.pipeline.limits, group.diagonals) for group in groups]
-    found = _schedule(
-        problem, [replace(group, diagonals=counts) for group, (counts, _, _) in zip(groups, solved, strict=True)]
-    )
-    gaps = [gap for _, _, gap in solved]
+    limits = problem.pipeline.limits
+    solved = [solve_diagonals(group.memories, limits, group.diagonals) for group in groups]
+    # The program knows nothing of what an op needs for a moment: where that is too much, counts rise a little more.
+    repaired = [sweep_diagonals(group.memories, limits, c) for group, (c, _, _) in zip(groups, solved, strict=True)]
+    fitting = [
+        group if isinstance(counts, Shortage) else replace(group, diagonals=counts)
+        for group, counts in zip(groups, repaired, strict=True)
+    ]
+    found = _schedule(problem, fitting)
+    statuses, gaps = [status for _, status, _ in solved], [gap for _, _, gap in solved]
+    faster = isinstance(found, Schedule) and is_better(found, swept)
     search = Search(
         winner=swept.search.winner,
         solver="SCIP",
-        status=", ".join(status for _, status, _ in solved),
+        status=", ".join(dict.fromkeys(statuses)) + ("" if faster else "; the sweep's counts are as good"),
         gap=None if None in gaps else max(gap for gap in gaps if gap is not None),
     )
-    return replace(found if isinstance(found, Schedule) and is_better(found, swept) else swept, search=search)
+    return replace(found if isinstance(found, Schedule) and faster else swept, search=search)
 
 
 def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Schedule | Shortage:

@@ -25,7 +25,7 @@ class Pipeline:
     """Bytes per stage."""
     logits_tokens: int
     context_tokens: int
-    """The longest sequence that training is set up for: systems with fixed shapes pack micro-batches of so many."""
+    """The longest sequence of all steps: systems with fixed shapes pack micro-batches of so many."""
 
     @property
     def num_stages(self) -> int:

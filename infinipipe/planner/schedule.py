@@ -62,7 +62,7 @@ class Schedule:
         return replace(self, search=Search(winner=winner))
 
 
-NOTHING = Shortage(0, math.inf)
+NOTHING = Shortage(0, math.inf, 0.0)
 """Before anything is found."""
 
 
@@ -88,7 +88,7 @@ def fit_schedule(problem: Problem, priced: Priced, memories: SequenceOf[StageMem
     for stage, (memory, limit) in enumerate(zip(memories, problem.pipeline.limits, strict=True)):
         counts = fit_recompute(memory, priced.costs.recompute_s, limit)
         if isinstance(counts, float):
-            return Shortage(stage, counts)
+            return Shortage(stage, counts, limit)
         rows.append(counts)
     return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
 
@@ -118,12 +118,12 @@ def fixed_schedule(
 ) -> Schedule | Shortage:
     """Simulate given programs with given recompute counts, if they fit."""
     shortages = [
-        Shortage(stage, most)
-        for stage, memory in enumerate(memories)
-        if (most := float(memory.during(recompute[stage]).max())) > problem.pipeline.limits[stage]
+        Shortage(stage, most, limit)
+        for stage, (memory, limit) in enumerate(zip(memories, problem.pipeline.limits, strict=True))
+        if (most := float(memory.during(recompute[stage]).max())) > limit
     ]
     if shortages:
-        return max(shortages, key=lambda shortage: shortage.bytes_needed)
+        return max(shortages, key=lambda shortage: shortage.missing)
     return simulate_schedule(problem, priced, memories, recompute)
 
 
@@ -148,7 +148,7 @@ def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
         case Schedule(), Schedule():
             return found.makespan_s < best.makespan_s
         case Shortage(), Shortage():
-            return found.bytes_needed < best.bytes_needed
+            return found.missing < best.missing
         case _:
             return isinstance(found, Schedule)
 
