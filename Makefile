@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/show_run.py demo/infinipipe-run/metrics.jsonl
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
