@@ -174,12 +174,12 @@ def report(main_rows: list[Row], ablation_rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the tables."""
     found = by_case(main_rows)
     count = len({json.dumps(row["case"]) for row in main_rows})
-    yield f"{count - len(found)} of {count} cases cannot be planned by any policy, and are left out of everything below.\n"
+    yield f"No policy can plan {count - len(found)} of {count} cases; they are left out of everything below.\n"
     policies = [policy for policy in PLANNERS if any(policy in rows for rows in found.values())]
     yield "## Against the targets\n"
     yield from table(("", "target", "found", ""), targets(found))
     yield "\n## Policies\n"
-    yield "Times over the bound are means over the cases that the policy can plan: compare policies by time over `epp`.\n"
+    yield "Times over the bound are means over the cases that a policy can plan, so compare by time over `epp`.\n"
     yield from table(SUMMARY, (summary_cells(found, policy) for policy in policies))
     yield "\n## What each choice is worth\n"
     ablated = by_case(ablation_rows)

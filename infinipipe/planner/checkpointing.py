@@ -68,14 +68,12 @@ class StageMemory:
         kept = (self.kept - self.saved * self.num_layers)[self.chunks]
         backward = self.directions < 0
         others = np.cumsum(np.where(backward, -kept, kept)) - np.where(backward, 0.0, kept)
-        # A chunk that recomputes all but one layer keeps that one, and needs no more for a moment.
+        # A chunk that recomputes all but one layer keeps that one, and its F needs no more for a moment. In its B no
+        # count is better than all layers: the last layer is there in any case, and so is the first one's moment.
         own = self.kept - self.saved * self.num_layers
         forward, own_backward = own + np.minimum(self.forward_excess, self.saved), own + self.saved
         for chunk in np.flatnonzero(self.gradients).tolist():
-            counts = range(self.num_layers + 1)
-            own_backward[chunk] = min(
-                self.kept[chunk] - count * self.saved[chunk] + self.excess(chunk, count) for count in counts
-            )
+            own_backward[chunk] = own[chunk] + self.excess(chunk, self.num_layers)
         return np.asarray(self.fixed + others + np.where(backward, own_backward[self.chunks], forward[self.chunks]))
 
     def excess(self, chunk: int, recompute: int) -> float:
