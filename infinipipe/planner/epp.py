@@ -42,7 +42,7 @@ _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _APART = (1, 2, 4, 8)
 """How many of the longest sequences may run by themselves."""
-_FAR, _VERY_FAR = 1.12, 1.5
+_FAR, _VERY_FAR = 1.2, 1.5
 """Makespan over the bound from which on that is tried, and tried again with more though fewer did not help."""
 _RETRIES = 3
 _SHRINKS = 3

@@ -173,6 +173,10 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
     if isinstance(whole, _Group) and whole.recompute_s <= delta:
         return [whole]
     ends = _group_ends(chains)
+    longest = _make_group(problem, [c for c in chains if len(c) > ends[-2]])
+    if isinstance(longest, Shortage):
+        # With others they need no less.
+        return longest
     best: list[tuple[float, list[_Group]]] = [(0.0, [])]
     shortage = whole if isinstance(whole, Shortage) else NOTHING
     for last in range(1, len(ends)):
