@@ -54,6 +54,7 @@ class _Chunks:
 
     def __init__(self, pipeline: Pipeline, lengths: Floats) -> None:
         times, sizes, stages = pipeline.profile.times, pipeline.profile.bytes, pipeline.stages
+        self.lengths = lengths
         self.layers = np.array([stage.num_layers for stage in stages], dtype=np.float64)
         embedding = np.array([float(stage.embedding) for stage in stages])
         head = np.array([float(stage.head) for stage in stages])
@@ -185,7 +186,7 @@ def _priced_seconds(chunks: _Chunks, lengths: Floats, num_replicas: int) -> floa
     smallest = chunks.whole_seconds(trips, np.ones(1))[:, 0]
     best = float(((work + forced) / num_replicas + smallest).max())
     busy = int(np.argmax(work / num_replicas + smallest))
-    ends = _Ends(chunks, busy, lengths)
+    ends = _Ends(chunks, busy)
     for held in sorted({0, int(np.argmax(work))} - {busy}) or [busy]:
         if chunks.room[held] > 0:
             prices = _Prices(chunks, lengths, held, busy)
@@ -241,9 +242,11 @@ class _Prices:
 
         layers, room = chunks.layers[held], chunks.room[held]
         (a, b), (more_a, more_b) = shares(chunks.work[held]), shares(chunks.recompute)
+        more_pair = chunks.recompute[-5]
         # Of all layers or none: in between is the mean of both.
         self._held_a, self._held_b = np.stack([a, a + layers * more_a]), np.stack([b, b + layers * more_b])
         self._busy_a, self._busy_b = shares(chunks.work[busy])
+        self._dearest_recompute = chunks.layers[busy] * (chunks.rates(chunks.recompute).min() + lengths[0] * more_pair)
         below = len(chunks.layers) - 1 - held
         trip_a, trip_b = shares(chunks.work[held:].sum(axis=0) + 2 * below * chunks.transfer)
         peaks = chunks.forward_peak * chunks.forward[held] + chunks.backward_peak[held] * chunks.backward[held]
@@ -258,8 +261,8 @@ class _Prices:
         tokens = self._least(terms)
         total, price = self._sum(point, tokens), 1 - point[0]
         excess = self._excess(terms, tokens)
-        # Some replica has its share of the whole price, and with it at least so many tokens.
-        dearest = float(tokens.max()) + self._slice_price(point)
+        # Some replica has its share of price and recompute, and with it at least so many tokens.
+        dearest = float(tokens.max()) + self._slice_price(point) + price * self._dearest_recompute
         least_tokens = self._total if num_replicas == 1 else total / num_replicas / dearest
         best = 0.0
         for counted in (False, True) if forced else (False,):
@@ -332,6 +335,8 @@ def _positions(lengths: Floats) -> tuple[Floats, Floats]:
 
 _FILLS = 1.15 ** np.arange(33)
 _MOST_ENDS = 48
+# Of no use beyond.
+_MOST_GROWTH = 1e3
 
 
 class _Ends:
@@ -350,7 +355,7 @@ class _Ends:
 
         z(k) <= idle time after + slack + sum over later i among the J of (F i + B i on the stage - B i on top),
 
-    where the slack is all that B of the others can take longer on the stage than on `top`. It is least for that `top`.
+    where the slack is all that B of the others can take longer on the stage than on `top`, which makes it least.
 
     As long as the bounds on the first and on the last chunks in the order of F do not add up to all tokens, these are
     different chunks; each costs at least the excess of the best size that it can have. The recompute of the B in
@@ -359,7 +364,7 @@ class _Ends:
     smallest trip is left.
     """
 
-    def __init__(self, chunks: _Chunks, stage: int, lengths: Floats) -> None:
+    def __init__(self, chunks: _Chunks, stage: int) -> None:
         self._stage = stage
         if stage == 0:
             return
@@ -370,7 +375,7 @@ class _Ends:
             self._down.growth(work - chunks.forward[0] + counted * recompute, early_context=True)
             for counted in (False, True)
         ]
-        slacks = [_most_seconds(chunks, chunks.backward[stage] - chunks.backward[top], lengths) for top in range(stage)]
+        slacks = [_most_seconds(chunks, chunks.backward[stage] - chunks.backward[top]) for top in range(stage)]
         top = int(np.argmin(slacks))
         self._up = _Trip(chunks, chunks.backward[top:stage].sum(axis=0) + (stage - top) * chunks.transfer)
         self._drain = self._up.growth(work - chunks.backward[top], early_context=False)
@@ -416,11 +421,13 @@ class _Trip:
         tops, bottoms = [*tops, np.array([pair, piece])], [*bottoms, own[:2]]
         early = 0.0
         if early_context:
-            early = min(_MOST_GROWTH, max(0.0, context_token) / max(_NOTHING, chunks.rates(self._row).min()))
+            early = max(0.0, context_token) / max(_NOTHING, chunks.rates(self._row).min())
         else:
             tops, bottoms = [*tops, np.array([context_token])], [*bottoms, own[3:4]]
         top, bottom = np.concatenate(tops), np.concatenate(bottoms)
-        growth = float(np.clip(top / np.maximum(bottom, _NOTHING), 0.0, _MOST_GROWTH).max())
+        growth = float((np.maximum(0.0, top) / np.maximum(bottom, _NOTHING)).max())
+        if max(growth, early) > _MOST_GROWTH:
+            return np.append(1.0, np.full(_MOST_ENDS - 1, np.inf))
         trips, total, totals = [], 0.0, 0.0
         for _ in range(_MOST_ENDS):
             trips.append(1 + growth * total + early * totals)
@@ -430,6 +437,8 @@ class _Trip:
 
     def price(self, growth: Floats, excess: Floats, price: float, slack: float, tokens: float) -> float:
         """Return the least of idle time and the excess of the chunks whose sizes it bounds, up to so many tokens."""
+        if self.least <= 0:
+            return 0.0
         idle = self.least * _FILLS
         # Between two idle times: the smaller one, and trips of the larger one.
         trips = idle[1:, None] * growth
@@ -441,11 +450,9 @@ class _Trip:
         return float(min((waited[:-1] + paid).min(), waited[-1]))
 
 
-_MOST_GROWTH = 1e3
-
-
-def _most_seconds(chunks: _Chunks, row: Floats, lengths: Floats) -> float:
-    """Return the most that the positive parts of a row can be for all tokens together."""
+def _most_seconds(chunks: _Chunks, row: Floats) -> float:
+    """Return the most that the positive parts of a row can be for all tokens of the batch together."""
+    lengths = chunks.lengths
     pair, piece, context, context_token, continued = np.maximum(0.0, row[-5:])
     per_token = max(0.0, chunks.rates(row).max()) + piece + context + continued + context_token * lengths[0]
     return float(per_token * lengths.sum() + pair * (lengths * (lengths + 1) / 2).sum())
