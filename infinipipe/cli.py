@@ -95,7 +95,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("model", default="tiny")
-@click.option("-o", "--output", type=_PATH, default="profile.json", help="Profile to write.")
+@click.option("-o", "--output", type=_PATH, help="Profile to write.  [default: profile.json; the one to --refine]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to measure.")
 @click.option("--quick", is_flag=True, help="Measure less: seconds instead of a minute, and less accurate.")
 @click.option("--analytic", metavar="DEVICE", help="Compute the profile of a device that is not here: a800-80g, ...")
@@ -107,7 +107,7 @@ def cli() -> None:
 )
 def profile(
     model: str,
-    output: Path,
+    output: Path | None,
     device: str,
     quick: bool,
     analytic: str | None,
@@ -127,6 +127,7 @@ def profile(
     if show is not None:
         _show_profile(read_profile(show), show, html)
         return
+    output = output or (source if refine is not None else Path("profile.json"))
     if refine is not None:
         from infinipipe.metrics import read_run
         from infinipipe.profiles.refine import refine_profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,14 +19,17 @@ WARN_BEYOND = 0.15
 """Relative error of a prediction."""
 
 
+_Count = Annotated[int, msgspec.Meta(gt=0)]
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of a line of `metrics.jsonl`; it has more."""
 
     step: int
-    seconds: float
-    predicted_seconds: float
-    peak_bytes: tuple[int, ...]
-    predicted_peak_bytes: tuple[int, ...]
+    seconds: Annotated[float, msgspec.Meta(gt=0)]
+    predicted_seconds: Annotated[float, msgspec.Meta(gt=0)]
+    peak_bytes: tuple[_Count, ...]
+    predicted_peak_bytes: tuple[_Count, ...]
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -93,10 +96,12 @@ def read_run(folder: Path) -> Run:
         steps = msgspec.json.Decoder(StepMetrics).decode_lines(data)
     except OSError as error:
         raise InputError(f"{folder}: no complete run: {error.filename}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{folder}: no run of this infinipipe: {error}") from None
     if not steps:
         raise InputError(f"{folder / METRICS}: no steps")
+    if len({len(peaks) for step in steps for peaks in (step.peak_bytes, step.predicted_peak_bytes)}) > 1:
+        raise InputError(f"{folder / METRICS}: steps of different numbers of stages")
     return Run(record, tuple(steps), hashlib.sha256(data).hexdigest())
 
 

@@ -70,7 +70,8 @@ class _Chunks:
         # The output's gradient is received; the head hands it over in place of what it kept.
         self.backward_peak = sizes.layer_backward_peak.rate + self.input - head * sizes.head_per_token
         static = [static_bytes(pipeline.profile, stage) for stage in stages]
-        self.room = np.array(pipeline.limits, dtype=np.float64) - static
+        # Sums of many floats may differ in their last digits, so a chunk that fits exactly must fit here too.
+        self.room = np.array(pipeline.limits, dtype=np.float64) + 1.0 - static
         self.backward_room = self.room - sizes.layer_backward_peak.constant
         # B holds one layer whole and the inputs of the others.
         self.least_bytes = (self.layers - 1) * self.input + self.full + self.kept + self.backward_peak

@@ -16,6 +16,8 @@ from infinipipe.planner.problem import Problem, Work
 _STRETCH = 1.1
 # A tail of less work than this part of a slice joins the slice before it.
 _LEAST_TAIL = 0.05
+_LEAST_GRADE, _GROWTH, _SHRINKAGE = 0.05, 2.0, 0.7
+"""Smallest share of a graded chunk, and the growth a chunk at each end, times the stages."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,49 @@ class Chunks:
         return ends
 
 
+@dataclass(frozen=True)
+class Grades:
+    """Sizes of the first and last chunks as shares of the others' work: the pipeline fills and drains sooner."""
+
+    growing: tuple[float, ...] = ()
+    shrinking: tuple[float, ...] = ()
+
+    def within(self, most: float) -> Grades:
+        """Return fewer of them, of together no more than so many full chunks: the largest go first."""
+        growing, shrinking = list(self.growing), list(self.shrinking)
+        while (growing or shrinking) and sum(growing) + sum(shrinking) > most:
+            if not shrinking or (growing and growing[-1] > shrinking[0]):
+                growing.pop()
+            else:
+                shrinking.pop(0)
+        return Grades(tuple(growing), tuple(shrinking))
+
+
+NO_GRADES = Grades()
+
+
+def linear_grades(num_stages: int) -> Grades:
+    """Return as many steps at each end as there are stages before the last."""
+    shares = tuple(step / num_stages for step in range(1, num_stages))
+    return Grades(shares, shares[::-1])
+
+
+def geometric_grades(num_stages: int) -> Grades:
+    """Return sizes for which the last stage hardly waits, neither for the first chunks nor after the last ones.
+
+    F of a chunk comes down P - 1 stages while the last one runs B of those before it. As B takes about twice as long
+    as F, sizes may grow by 2/P from one to the next. At the end B goes up while there is F of those after it to
+    run, which allows a quarter of that; a little more costs less than the many chunks.
+    """
+    if num_stages == 1:
+        return NO_GRADES
+    growing, shrinking = ([_LEAST_GRADE], [_LEAST_GRADE])
+    for shares, growth in ((growing, _GROWTH), (shrinking, _SHRINKAGE)):
+        while shares[-1] * (1 + growth / num_stages) < 1:
+            shares.append(shares[-1] * (1 + growth / num_stages))
+    return Grades(tuple(growing), tuple(shrinking[::-1]))
+
+
 def join_chunks(parts: Iterable[Chunks]) -> Chunks:
     """Return all chains of some parts, those of the first part first."""
     listed = list(parts)
@@ -44,14 +89,13 @@ def join_chunks(parts: Iterable[Chunks]) -> Chunks:
 
 
 def cut_chunks(
-    problem: Problem, work: Work, target: float, max_tokens: int, *, even: bool = False, num_graded: int = 0
+    problem: Problem, work: Work, target: float, max_tokens: int, *, even: bool = False, grades: Grades = NO_GRADES
 ) -> Chunks:
     """Make chunks of about `target` work each and at most `max_tokens` tokens.
 
     A sequence of more work is sliced: by one mesh for all, which leaves a tail to fill up with short sequences,
     or, if `even`, into slices that are equal within the sequence. Chains come longest first. If there are enough
-    short sequences, the first `num_graded` chunks grow to the full size and the last ones shrink, so that the
-    pipeline fills and drains sooner.
+    short sequences, the first chunks grow to the full size and the last ones shrink, by `grades`.
     """
     sizes = {member: problem.sequences[member].length for member in problem.members}
     by_length = sorted(sizes, key=lambda member: (-sizes[member], member))
@@ -64,7 +108,7 @@ def cut_chunks(
         chains.append([Slice(member, a, b - a) for a, b in pairwise(bounds)])
     tails = [Bin(work.between(c[-1].start, c[-1].stop), c[-1].length, [c[-1]]) for c in chains]
     shorts = [Slice(member, 0, sizes[member]) for member in by_length[len(long) :]]
-    packing = pack(shorts, tails, work, target, max_tokens, num_graded)
+    packing = pack(shorts, tails, work, target, max_tokens, grades)
     lists = [
         [*(Chunk((piece,)) for piece in chain[:-1]), final.chunk]
         for chain, final in zip(chains, packing.tails, strict=True)
@@ -157,7 +201,7 @@ def pack(
     work: Work,
     target: float,
     max_tokens: int,
-    num_graded: int = 0,
+    grades: Grades = NO_GRADES,
 ) -> Packing:
     """Fill the tails' bins and as few new ones as the work needs.
 
@@ -166,20 +210,19 @@ def pack(
     """
     works = [work.between(0, piece.length) for piece in shorts]
     rest = sum(works) - sum(max(0.0, target - tail.work) for tail in tails)
-    num_graded = min(num_graded, int(rest / target)) if rest > 0 else 0
-    # Growing and shrinking bins together are as much work as `num_graded` full ones.
-    num_full = max(0, math.ceil(rest / target - _ROUNDING) - num_graded)
-    grades = [(i + 1) / (num_graded + 1) for i in range(num_graded)]
-    scale = rest / (num_graded + num_full) if num_graded + num_full else target
-    capacities = [*(grade * scale for grade in grades), *[scale] * num_full, *(g * scale for g in reversed(grades))]
+    grades = grades.within(rest / target)
+    graded = sum(grades.growing) + sum(grades.shrinking)
+    num_full = max(0, math.ceil(rest / target - graded - _ROUNDING))
+    scale = rest / (graded + num_full) if graded + num_full else target
+    capacities = [scale * share for share in (*grades.growing, *[1.0] * num_full, *grades.shrinking)]
     bins = _pack_balanced(shorts, works, tails, target, capacities, max_tokens)
     fresh, num_tails = bins[len(tails) :], len(tails)
     if len(fresh) > len(capacities):
         fitted = _pack_first_fit(shorts, works, tails, max_tokens)
         if len(fitted) <= len(bins):
             return Packing(fitted[:num_tails], [], fitted[num_tails:], [])
-    growing, full = fresh[:num_graded], fresh[num_graded : num_graded + num_full]
-    shrinking = fresh[num_graded + num_full : len(capacities)]
+    ends = len(grades.growing), len(grades.growing) + num_full
+    growing, full, shrinking = fresh[: ends[0]], fresh[ends[0] : ends[1]], fresh[ends[1] : len(capacities)]
     # Bins that the token limit made necessary stand at the end.
     full += fresh[len(capacities) :]
     full.sort(key=lambda each: -each.work)

@@ -53,6 +53,7 @@ def solve_diagonals(
         return start, "too large", None
     model = Model()
     model.hideOutput()
+    model.setParam("misc/catchctrlc", False)  # Ctrl-C is for the command, and no answer may depend on it
     model.setParam("limits/gap", _GAP)
     model.setParam("limits/nodes", _MOST_NODES)
     model.setParam("randomization/randomseedshift", 0)

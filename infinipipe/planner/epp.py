@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from infinipipe.ir import Search
 from infinipipe.planner.baselines import plan_1f1b, plan_chunkflow, plan_gpipe, plan_seq1f1b, plan_terapipe
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.checkpointing import Shortage
-from infinipipe.planner.chunking import cut_chunks, join_chunks
+from infinipipe.planner.chunking import NO_GRADES, Grades, cut_chunks, geometric_grades, join_chunks, linear_grades
 from infinipipe.planner.leads import Shape, connect_leads, memory_leads
 from infinipipe.planner.order import join_leads, overlap_leads
 from infinipipe.planner.paper import plan_paper
@@ -46,12 +47,20 @@ _FAR, _VERY_FAR = 1.2, 1.5
 """Makespan over the bound from which on that is tried, and tried again with more though fewer did not help."""
 _RETRIES = 3
 _SHRINKS = 3
-_EFFORT = 50_000
+_EFFORT = 100_000
 """Chunks times stages that are simulated at most, give or take a climb: less than a second."""
 
 
 RIVALS = (plan_paper, plan_chunkflow, plan_seq1f1b, plan_terapipe, plan_1f1b, plan_gpipe)
 """Those whose schedules compete, the ones that come close first."""
+
+
+Grading = Literal["geometric", "linear", "no"]
+_GRADES: dict[Grading, Callable[[int], Grades]] = {
+    "geometric": geometric_grades,
+    "linear": linear_grades,
+    "no": lambda _: NO_GRADES,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class Space:
     """How much of the attention's time counts when chunks are cut: all for equal work, none for equal tokens."""
     evens: tuple[bool, ...] = (False, True)
     """Whether a long sequence is cut evenly by itself, or by the mesh of all."""
-    grades: tuple[bool, ...] = (True, False)
+    grades: tuple[Grading, ...] = ("linear", "geometric", "no")
     """Whether the first chunks grow and the last shrink."""
     shapes: tuple[Shape, ...] = (Shape(2.0, 2), Shape(2.0, 1), Shape(1.5, 1), Shape(1.0, 1))
     recompute: Literal["adaptive", "uniform", "full"] = "adaptive"
@@ -83,14 +92,14 @@ class Candidate:
     """Parts into which the whole work is cut."""
     attention: float
     even: bool
-    graded: bool
+    grading: Grading
     shape: Shape
 
     def __str__(self) -> str:
         cut = "even slices" if self.even else "one mesh"
         return (
             f"epp: {self.count:.4g} parts, {self.attention:.0%} of attention, {cut}, "
-            f"{'graded' if self.graded else 'ungraded'}, "
+            f"{self.grading} grades, "
             f"{self.shape.ahead:g} ahead, bursts of {self.shape.burst}"
         )
 
@@ -259,15 +268,17 @@ class Climb:
         """Try other orders and other cuts around the best; return whether any is better."""
         before = self._best_candidate
         for changes in self._variations():
-            if self._best_candidate is not None and self._effort < _EFFORT:
-                self.makespan(replace(self._best_candidate, **changes))
+            # Graded chunks are many small ones, so with other grades another number may be best.
+            for factor in (1.0, _COARSE, 1 / _COARSE) if "grading" in changes else (1.0,):
+                if (best := self._best_candidate) is not None and self._effort < _EFFORT:
+                    self.makespan(replace(best, **changes, count=self._clip(best.count * factor)))
         return self._best_candidate != before
 
     def _variations(self) -> list[dict[str, Any]]:
         space = self._space
         # Without neighbours to keep busy, what is in flight only costs memory.
         shapes = (_FRUGAL, *space.shapes) if self._problem.pipeline.num_stages == 1 else space.shapes
-        choices = {"shape": shapes, "even": space.evens, "attention": space.attentions, "graded": space.grades}
+        choices = {"shape": shapes, "even": space.evens, "attention": space.attentions, "grading": space.grades}
         return [{name: value} for name, values in choices.items() for value in values]
 
     def makespan(self, candidate: Candidate) -> float:
@@ -319,8 +330,8 @@ class Climb:
             max_tokens = (
                 self._max_tokens if candidate.attention else min(self._max_tokens, math.ceil(work.reach(0, target)))
             )
-            num_graded = candidate.graded * (self._problem.pipeline.num_stages - 1)
-            chunks = cut_chunks(self._problem, work, target, max_tokens, even=candidate.even, num_graded=num_graded)
+            grades = _GRADES[candidate.grading](self._problem.pipeline.num_stages)
+            chunks = cut_chunks(self._problem, work, target, max_tokens, even=candidate.even, grades=grades)
             self._priced[key] = price(self._problem, chunks)
         return self._priced[key]
 

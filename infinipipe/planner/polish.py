@@ -112,6 +112,8 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
         if isinstance(fitted, float):
             return None
         found[stage] = _lower(memory, limit, fitted, prices[stage])
+        if memory.during(found[stage]).max() > limit:
+            return None
     if (found == schedule.recompute).all():
         return None
     simulated = simulate_schedule(schedule.problem, schedule.priced, schedule.memories, found)
@@ -324,6 +326,7 @@ def _solve_integers(program: _Program, start: Schedule, most_nodes: int) -> tupl
     linear, counted, num_counts = program.linear, program.counted, int(program.counted.sum())
     model = Model()
     model.hideOutput()
+    model.setParam("misc/catchctrlc", False)  # Ctrl-C is for the command, and no answer may depend on it
     model.setParam("limits/nodes", most_nodes)
     model.setParam("randomization/randomseedshift", 0)
     kinds = "I" * num_counts + "C" * (linear.num_col_ - num_counts)
@@ -343,4 +346,5 @@ def _solve_integers(program: _Program, start: Schedule, most_nodes: int) -> tupl
     if model.getNSols():
         best = model.getBestSol()
         counts[counted] = [round(model.getSolVal(best, column)) for column in columns[:num_counts]]
-    return str(model.getStatus()), max(0.0, float(model.getDualbound())) * program.unit_s, counts
+    bound = max(0.0, float(model.getDualbound())) if model.getNSols() else 0.0
+    return str(model.getStatus()), bound * program.unit_s, counts

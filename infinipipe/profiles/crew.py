@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import ProcessContext, start_processes
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
+from infinipipe.errors import RunError
 from infinipipe.ir import Model
 from infinipipe.profiles.bench import Bench
 from infinipipe.profiles.grid import OutOfMemory
@@ -43,8 +45,8 @@ class _Shared:
 
     ready: Any
     """A semaphore, released by each process when it works."""
-    rest: Any
-    """An event: stop working and measure the links."""
+    rest: Path
+    """A file: once it is there, stop working and measure the links. No lock that a killed process could hold."""
     links: Any
     """A queue for the result."""
     parent: int
@@ -63,17 +65,28 @@ class Crew:
             return
         for _ in self._context.processes:
             while not self._shared.ready.acquire(timeout=_POLL_S):
-                self._context.join(timeout=0)  # raises if one has failed
+                self._check(0)
 
     def measure_links(self) -> Links:
         """Stop the work and measure one transfer between two ranks, and an exchange among all."""
         if self._context is None:
             return NO_LINKS
-        self._shared.rest.set()
+        self._shared.rest.touch()
         while self._shared.links.empty():
-            self._context.join(timeout=_POLL_S)
+            self._check(_POLL_S)
         links: Links = self._shared.links.get()
         return links
+
+    def _check(self, timeout_s: float) -> None:
+        """Wait for the processes to end, and raise if one has failed."""
+        assert self._context is not None
+        try:
+            self._context.join(timeout=timeout_s)
+        except ProcessException as error:
+            raise RunError(
+                "a process that works beside the measurement, or measures links, ended early "
+                f"({str(error).strip().splitlines()[-1]}); free some memory, or profile on fewer cores with taskset"
+            ) from None
 
 
 @contextmanager
@@ -86,11 +99,11 @@ def start_crew(model: Model, device: str, num_ranks: int) -> Iterator[Crew]:
         num_ranks: how many; the first rests until the links are measured, as its device is the one that is measured.
     """
     spawn = get_context("spawn")
-    shared = _Shared(spawn.Semaphore(0), spawn.Event(), spawn.SimpleQueue(), os.getpid())
-    if num_ranks == 1:
-        yield Crew(None, shared)
-        return
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
+        shared = _Shared(spawn.Semaphore(0), Path(scratch) / "rest", spawn.SimpleQueue(), os.getpid())
+        if num_ranks == 1:
+            yield Crew(None, shared)
+            return
         # Ctrl-C reaches every process of the terminal; this one ends the others, which inherit that they ignore it.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -102,6 +115,10 @@ def start_crew(model: Model, device: str, num_ranks: int) -> Iterator[Crew]:
                 daemon=True,
                 start_method="spawn",
             )
+        except OSError as error:
+            raise RunError(
+                f"cannot start {num_ranks} processes: {error.strerror}; allow more, or use taskset"
+            ) from None
         finally:
             signal.signal(signal.SIGINT, handler)
         try:
@@ -121,8 +138,9 @@ def _serve(rank: int, model: Model, device: str, num_ranks: int, store: Path, sh
             released = _work(model, shared)
     if not released:
         shared.ready.release()
-    while not shared.rest.wait(_POLL_S):
+    while not shared.rest.exists():
         _end_with_parent(shared)
+        time.sleep(_POLL_S)
     links = measure_links(rank, device, num_ranks, store)
     if rank == 0:
         shared.links.put(links)
@@ -138,7 +156,7 @@ def _work(model: Model, shared: _Shared) -> bool:
     with track_memory(place, ()):
         bench.warm_up()
         shared.ready.release()
-        while not shared.rest.is_set():
+        while not shared.rest.exists():
             _end_with_parent(shared)
             with suppress(OutOfMemory):
                 bench.time_layer(((0, tokens // _NUM_SLICES),) * _NUM_SLICES)

@@ -84,6 +84,9 @@ def limit_memory(device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc")
+
+
 @contextmanager
 def memory_errors() -> Iterator[None]:
     """Turn torch's ways to say that memory is short into `OutOfMemory`."""
@@ -93,7 +96,7 @@ def memory_errors() -> Iterator[None]:
         pass
     except RuntimeError as error:
         # The CPU's allocator has no exception of its own.
-        if "not enough memory" not in str(error) and "can't allocate memory" not in str(error):
+        if not any(words in str(error) for words in _OUT_OF_MEMORY):
             raise
     else:
         return
@@ -114,7 +117,12 @@ def _free_memory() -> int:
     """Return the bytes that nobody uses of what `_host_memory` says."""
     free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
     limit, used = _container_bytes("memory.max"), _container_bytes("memory.current")
-    return free if limit is None or used is None else min(free, limit - used)
+    if limit is None or used is None:
+        return free
+    # What files left in the cache goes when it is needed.
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    cached = re.findall(r"^(?:in)?active_file (\d+)$", stat.read_text() if stat.exists() else "", re.MULTILINE)
+    return max(0, min(free, limit - used + sum(map(int, cached))))
 
 
 def _container_bytes(name: str) -> int | None:

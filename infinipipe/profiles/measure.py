@@ -17,7 +17,7 @@ from infinipipe import __version__
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
 from infinipipe.profiles.bench import Bench
-from infinipipe.profiles.crew import Crew, start_crew
+from infinipipe.profiles.crew import start_crew
 from infinipipe.profiles.footprint import Footprint
 from infinipipe.profiles.grid import FULL, QUICK, Effort, OutOfMemory, Survey
 from infinipipe.profiles.machine import (
@@ -69,14 +69,17 @@ def measure_profile(model: Model, *, device: str, quick: bool, progress: Progres
     clock = _Clock(progress, effort)
     num_ranks = min(count_devices(place), _MOST_RANKS)
     with start_crew(model, place.type, num_ranks) as crew:
+        crew.wait_until_busy()
         try:
             with limit_memory(place):
-                survey, parts = _measure(model, place, effort, crew, clock)
+                survey, parts = _measure(model, place, effort, clock)
         except OutOfMemory:
             raise InputError(
                 f"{model.name}: a layer with embedding, head and a chunk of 1,024 tokens does not fit into the memory "
                 "of this device; profile on a larger one, or give --analytic DEVICE"
             ) from None
+        if place.type == "cuda":
+            torch.cuda.empty_cache()  # another process measures with this device now
         links = crew.measure_links()
         clock.done(_LINKS_S)
     return _assemble(model, place, survey, parts, links)
@@ -108,11 +111,10 @@ def measure_bytes(model: Model, device: torch.device) -> Bytes:
         return Footprint(bench, memory).count()
 
 
-def _measure(model: Model, place: torch.device, effort: Effort, crew: Crew, clock: _Clock) -> tuple[Survey, _Parts]:
+def _measure(model: Model, place: torch.device, effort: Effort, clock: _Clock) -> tuple[Survey, _Parts]:
     bench = Bench(model, place)
     with track_memory(place, ()) as memory:
         bench.warm_up()
-        crew.wait_until_busy()
         clock.done(_START_S)
         survey = Survey(bench.time_layer, effort, time.perf_counter, lambda share: clock.show(share * effort.seconds))
         survey.run()

@@ -469,3 +469,17 @@ def test_no_policy_beats_the_bound(
     except InfeasibleError:
         return
     assert 0 < step.bound_s <= step.makespan_s * (1 + 1e-12)
+
+
+def test_a_chunk_that_fits_exactly_fits_the_bound_too() -> None:
+    """Bytes that are no whole numbers: a division must not lose the last token that fits."""
+    plain = plain_profile(1, 30.0)
+    for full in np.round(np.arange(200.0, 220.0, 0.2), 1).tolist():
+        sizes = msgspec.structs.replace(plain.bytes, layer_full_per_token=full, chunk_per_token=7.7)
+        roomy = problem_of(msgspec.structs.replace(plain, bytes=sizes), [1] * 30, [1])
+        alone = POLICIES["gpipe"](roomy)
+        assert isinstance(alone, Schedule)
+        assert len(alone.priced.chunks.chunks) == 1
+        limit = int(np.ceil(alone.memories[0].during(alone.recompute[0]).max()))
+        exact = replace(roomy, pipeline=replace(roomy.pipeline, limits=(limit,)))
+        assert bound_of(exact) <= alone.makespan_s, full

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinipipe.ir import Slice, chunk_chains
-from infinipipe.planner.chunking import Bin, Chunks, cut_chunks, cut_evenly, pack
+from infinipipe.planner.chunking import (
+    NO_GRADES,
+    Bin,
+    Chunks,
+    Grades,
+    cut_chunks,
+    cut_evenly,
+    geometric_grades,
+    linear_grades,
+    pack,
+)
 from infinipipe.planner.problem import Problem, Work, average_work
 from tests.planner.toys import draw_lengths, toy_problem
 
@@ -19,11 +29,11 @@ ATTENTION = Work(s_per_token=1e-12, s_per_pair=1.0, s_per_slice=0.0)
 
 
 def cut(
-    problem: Problem, parts: float, max_tokens: int = 10**6, even: bool = False, num_graded: int = 0
+    problem: Problem, parts: float, max_tokens: int = 10**6, even: bool = False, grades: Grades = NO_GRADES
 ) -> tuple[Chunks, Work, float]:
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
     target = float(work.whole(problem.lengths).sum()) / parts
-    return cut_chunks(problem, work, target, max_tokens, even=even, num_graded=num_graded), work, target
+    return cut_chunks(problem, work, target, max_tokens, even=even, grades=grades), work, target
 
 
 @given(
@@ -31,13 +41,13 @@ def cut(
     st.floats(0.5, 60),
     st.integers(1, 400),
     st.booleans(),
-    st.integers(0, 4),
+    st.sampled_from([NO_GRADES, linear_grades(3), linear_grades(5), geometric_grades(2), geometric_grades(8)]),
 )
 def test_every_token_once_and_chains_in_order(
-    lengths: list[int], parts: float, max_tokens: int, even: bool, num_graded: int
+    lengths: list[int], parts: float, max_tokens: int, even: bool, grades: Grades
 ) -> None:
     problem = toy_problem(lengths, [3, 3])
-    chunks, _, _ = cut(problem, parts, max_tokens, even, num_graded)
+    chunks, _, _ = cut(problem, parts, max_tokens, even, grades)
     seen: dict[int, list[Slice]] = {}
     for chunk in chunks.chunks:
         assert 1 <= chunk.num_tokens <= max_tokens
@@ -51,7 +61,7 @@ def test_every_token_once_and_chains_in_order(
     assert [len(chain) for chain in chunk_chains(chunks.chunks, problem.sequences)] == list(chunks.chains)
     long = [size for size in chunks.chains if size > 1]
     assert long == sorted(long, reverse=True)
-    assert num_graded or list(chunks.chains) == sorted(chunks.chains, reverse=True)
+    assert grades.growing or list(chunks.chains) == sorted(chunks.chains, reverse=True)
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -107,12 +117,28 @@ def test_real_lengths_pack_evenly(seed: int, parts: int) -> None:
 
 def test_graded_chunks_grow_and_shrink() -> None:
     problem = toy_problem([350, *[5] * 300], [3, 3])
-    chunks, work, target = cut(problem, 20, num_graded=3)
+    chunks, work, target = cut(problem, 20, grades=linear_grades(4))
     works = [sum(work.between(p.start, p.stop) for p in chunk.slices) / target for chunk in chunks.chunks]
     assert works[:3] == pytest.approx([0.25, 0.5, 0.75], abs=0.05)
     assert works[3:-3] == pytest.approx([1.0] * (len(works) - 6), abs=0.06)
     assert works[-3:] == pytest.approx([0.75, 0.5, 0.25], abs=0.05)
     assert chunks.chains[:4] == (1, 1, 1, max(chunks.chains))
+
+
+def test_geometric_grades_grow_fast_and_shrink_slowly() -> None:
+    grades = geometric_grades(4)
+    assert grades.growing[:3] == pytest.approx((0.05, 0.075, 0.1125))
+    assert grades.shrinking[-3:] == pytest.approx((0.05 * 1.175**2, 0.05 * 1.175, 0.05))
+    assert 1 / 1.5 < grades.growing[-1] < 1
+    assert 1 / 1.175 < grades.shrinking[0] < 1
+    assert len(grades.growing) < len(grades.shrinking)
+    assert geometric_grades(1) == linear_grades(1) == NO_GRADES
+
+
+def test_too_little_work_for_all_grades_drops_the_largest() -> None:
+    assert Grades((0.2, 0.6), (0.7, 0.3)).within(1.2) == Grades((0.2, 0.6), (0.3,))
+    assert Grades((0.2, 0.6), (0.7, 0.3)).within(0.6) == Grades((0.2,), (0.3,))
+    assert Grades((0.2, 0.6), (0.7, 0.3)).within(-1.0) == NO_GRADES
 
 
 def first_fit_decreasing(lengths: list[int], capacity: int) -> int:

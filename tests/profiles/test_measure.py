@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from infinipipe.cli import run_command
-from infinipipe.errors import InputError
+from infinipipe.errors import InputError, RunError
 from infinipipe.profiles import Profile, read_profile
 from infinipipe.profiles import crew as crew_module
 from infinipipe.profiles.bench import Bench
@@ -120,6 +120,7 @@ def test_interrupted_profiling_leaves_nothing(tmp_path: Path, monkeypatch: pytes
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("std::bad_alloc"),
     ],
 )
 def test_every_way_to_run_out_of_memory_is_known(error: Exception) -> None:
@@ -208,7 +209,7 @@ class Shared:
     def release(self) -> None:
         self.released += 1
 
-    def is_set(self) -> bool:
+    def exists(self) -> bool:
         assert self.released == 1, "it says that it works before it does"
         self.passes -= 1
         return self.passes < 0
@@ -227,6 +228,16 @@ def test_the_other_cores_run_layers_until_they_may_rest(monkeypatch: pytest.Monk
     monkeypatch.setattr(Bench, "time_layer", count)
     assert crew_module._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
     assert runs[4:] == [((0, 512),) * 4] * 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_of_the_crew_that_dies_ends_the_measurement(rank: int) -> None:
+    with start_crew(small_model(), "cpu", 2) as crew:
+        crew.wait_until_busy()
+        assert crew._context is not None
+        crew._context.processes[rank].kill()
+        with pytest.raises(RunError, match=r"a process .* ended early .*; free some memory, or profile on fewer cores"):
+            crew.measure_links()
 
 
 def test_a_layer_too_large_to_have_twice_is_not_run_by_others() -> None:
