@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py -o benchmarks/accuracy-results.md
 
 Needs two cores with nothing else on them, and less than ten minutes. Everything goes through the command line:
-one profile, then for 2 and for 3 stages six plans, each with every stage's limit at its predicted peak plus 2 %, and
+for 2 and for 3 stages a profile and six plans, each with every stage's limit at its predicted peak plus 2 %, and
 a run of each with one process a stage.
 """
 
@@ -79,10 +79,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
         folder = Path(scratch)
         write_dataset(folder / "dataset.jsonl")
-        infinipipe(folder, "profile", MODEL, "--device", "cpu")
-        cases = [run_case(folder, stages, *plan) for stages in STAGES for plan in PLANS]
-        profile = read_profile(folder / "profile.json")
-    page = "\n".join(report(profile, cases, load, time.monotonic() - started))
+        cases, profiles = [], []
+        for stages in STAGES:
+            infinipipe(folder, "profile", MODEL, "--device", "cpu")
+            profiles.append(read_profile(folder / "profile.json"))
+            cases += [run_case(folder, stages, *plan) for plan in PLANS]
+    page = "\n".join(report(profiles, cases, load, time.monotonic() - started))
     print(page)
     if output is not None:
         output.write_text(page + "\n")
@@ -123,7 +125,8 @@ def run_case(folder: Path, stages: int, policy: str, share: float) -> Case:
     predicted = compile_plan(folder, stages, policy, limits)
     assert predicted is not None, "a plan of the same limits existed"
     infinipipe(folder, "run", "plan.msgpack", "--device", "cpu", "--output", name)
-    return Case(policy, stages, recomputed(folder), tuple(predicted), tuple(limits), read_run(folder / name))
+    label = f"{policy}, {share - 0.1:.0%}"
+    return Case(label, stages, recomputed(folder), tuple(predicted), tuple(limits), read_run(folder / name))
 
 
 @cache
@@ -161,21 +164,23 @@ def recomputed(folder: Path) -> float:
     return dropped / total
 
 
-def report(profile: Profile, cases: list[Case], load: float, seconds: float) -> Iterator[str]:
+def report(profiles: list[Profile], cases: list[Case], load: float, seconds: float) -> Iterator[str]:
     """Yield the lines of the page."""
     yield "# Accuracy of the predictions\n"
     yield "`python benchmarks/accuracy.py -o benchmarks/accuracy-results.md`\n"
-    device, software = profile.device, profile.software
+    device, software = profiles[0].device, profiles[0].software
     yield (
-        f"{device.num_devices} cores of {device.name}, torch {software['torch']}, {profile.created}; load average "
+        f"{device.num_devices} cores of {device.name}, torch {software['torch']}, {profiles[0].created}; load average "
         f"{load:.2f} before, {seconds:.0f} s in all. Model `{MODEL}`, {STEPS} steps of {BATCH} sequences of up to "
         f"{LONGEST:,} tokens.\n"
     )
     yield "## One layer, on chunks held out of the fit\n"
+    yield "One profile for the runs on 2 stages and one for those on 3, taken right before them.\n"
     yield from table(
-        ("op", "chunks", "median error", "90th percentile", "worst"),
+        ("stages", "op", "chunks", "median error", "90th percentile", "worst"),
         (
-            (a.op, str(a.num_samples), f"{a.median_error:.1%}", f"{a.p90_error:.1%}", f"{a.worst_error:.1%}")
+            (str(p), a.op, str(a.num_samples), *(f"{e:.1%}" for e in (a.median_error, a.p90_error, a.worst_error)))
+            for p, profile in zip(STAGES, profiles, strict=True)
             for a in profile.accuracy
             if a.held_out
         ),
@@ -183,11 +188,20 @@ def report(profile: Profile, cases: list[Case], load: float, seconds: float) -> 
     yield "\n## Runs\n"
     yield "Predicted over measured, less 1. Every stage's limit is its predicted peak plus 2 %.\n"
     yield from table(
-        ("policy", "stages", "recomputed", "peak MiB per stage", "peak error", "below the limit", "s a step", "error"),
+        (
+            "policy, memory",
+            "stages",
+            "recomputed",
+            "peak MiB a stage",
+            "peak error",
+            "below limit",
+            "s a step",
+            "error",
+        ),
         map(row, cases),
     )
     yield "\n## Against the targets\n"
-    yield from table(("", "target", "found", ""), targets(profile, cases))
+    yield from table(("", "target", "found", ""), targets(profiles, cases))
 
 
 def row(case: Case) -> tuple[str, ...]:
@@ -206,9 +220,9 @@ def row(case: Case) -> tuple[str, ...]:
     )
 
 
-def targets(profile: Profile, cases: list[Case]) -> Iterator[tuple[str, ...]]:
+def targets(profiles: list[Profile], cases: list[Case]) -> Iterator[tuple[str, ...]]:
     """Yield what was wanted and what was found."""
-    samples = [s for s in profile.samples if s.held_out]
+    samples = [s for profile in profiles for s in profile.samples if s.held_out]
     layer = [abs(s.fitted_s / s.seconds - 1) for s in samples]
     peaks = [error for case in cases for error in case.peak_errors]
     times = [abs(case.time_error) for case in cases if case.stages == 2]

@@ -435,7 +435,7 @@ def _check_profile_options(context: click.Context) -> None:
     ways = [param.name for param in given if param.name in _PROFILE_OPTIONS]
     if len(ways) > 1:
         raise click.UsageError("choose one of --analytic, --refine and --show")
-    way = ways[0] if ways and ways[0] else "measure"
+    way = next(iter(ways), None) or "measure"
     for param in given:
         if param.name not in _PROFILE_OPTIONS[way]:
             name = param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name

@@ -9,9 +9,10 @@ import numpy as np
 from infinipipe.dataset import Dataset, Progress, check_same_dataset, open_dataset
 from infinipipe.errors import PlanFileError, VerifyError
 from infinipipe.ir import Header, PlanReader, Report, Step
+from infinipipe.ir.view import profile_device
 from infinipipe.planner.redraw import check_predictions, is_priced
 
-_PREDICTED = "Predicted times and peaks are those that the plan's profile gives."
+_PREDICTED = "Predicted times and peaks are those that the plan's profile gives, of {}."
 _UNPREDICTED = (
     "Not checked: predicted times and peaks of {} steps with I and W, which the plan's profile does not price."
 )
@@ -54,10 +55,15 @@ class Proof:
         return [
             "checked: " + ", ".join(f"{count:,} {name}" for name, count in counts.items()),
             *(f"  {rule}" for rule in report.rules),
-            f"  {_UNPREDICTED.format(self._num_unpriced) if self._num_unpriced else _PREDICTED}",
+            f"  {self._predicted()}",
             f"  {_NO_DATA if self._dataset is None else _DATA.format(self._dataset.path)}",
             f"{report.num_rendezvous_steps:,} of {report.num_steps:,} steps would end without receives posted ahead",
         ]
+
+    def _predicted(self) -> str:
+        if self._num_unpriced:
+            return _UNPREDICTED.format(self._num_unpriced)
+        return _PREDICTED.format(profile_device(self._header))
 
 
 def open_planned_dataset(reader: PlanReader, path: Path, progress: Progress) -> Dataset:
