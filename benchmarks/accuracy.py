@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+from tables import table
 
 from infinipipe.ir.store import open_plan
 from infinipipe.metrics import Run, read_run
@@ -237,15 +238,6 @@ def targets(profiles: list[Profile], cases: list[Case]) -> Iterator[tuple[str, .
     )
     for name, target, value in found:
         yield name, f"{target:.0%}", f"{value:.1%}", "ok" if value <= target else "MISSED"
-
-
-def table(names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield a table in Markdown."""
-    names = tuple(names)
-    yield "| " + " | ".join(names) + " |"
-    yield "|" + "---|" * len(names)
-    for cells in rows:
-        yield "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":

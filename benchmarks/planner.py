@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from tables import table
 
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Sequence, Step
@@ -319,15 +320,6 @@ def mean(values: Iterable[float]) -> str:
     """Return the mean with three digits, a dash for none."""
     numbers = list(values)
     return f"{np.mean(numbers):.3f}" if numbers else "-"
-
-
-def table(names: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """Yield a table in Markdown."""
-    names = tuple(names)
-    yield "| " + " | ".join(names) + " |"
-    yield "|" + "---|" * len(names)
-    for cells in rows:
-        yield "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
