@@ -97,7 +97,7 @@ def cli() -> None:
 @click.argument("model", default="tiny")
 @click.option("-o", "--output", type=_PATH, help="Profile to write.  [default: profile.json; the one to --refine]")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Device to measure.")
-@click.option("--quick", is_flag=True, help="Measure less: seconds instead of a minute, and less accurate.")
+@click.option("--quick", is_flag=True, help="Measure in half the time, less accurately.")
 @click.option("--analytic", metavar="DEVICE", help="Compute the profile of a device that is not here: a800-80g, ...")
 @click.option("--refine", type=_PATH, metavar="RUN_DIR", help="Correct a profile's times by what a run of it measured.")
 @click.option("-p", "--profile", "source", type=_PATH, default="profile.json", help="Profile to refine.")

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -373,6 +374,32 @@ def test_compare_prints_a_row_per_policy_of_a_grid(folder: Path, call: Call) -> 
 
 def test_compare_refuses_an_unknown_policy(folder: Path, call: Call) -> None:
     assert_refused(call, folder, "compare dataset.jsonl --policies epp,best", "--policies best", "epp, paper")
+
+
+def test_compare_takes_policies_with_spaces(folder: Path, call: Call) -> None:
+    code, out, _ = call("compare", "dataset.jsonl", "--steps", 1, "--policies", "gpipe, 1f1b", "--json")
+    assert code == 0
+    assert [row["policy"] for row in json.loads(out)] == ["gpipe", "1f1b"]
+
+
+def test_compare_refuses_a_part_of_its_grid_before_it_plans_any(
+    folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: object) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("infinipipe.planner.compare.compare_policies", plan)
+    assert_refused(call, folder, "compare dataset.jsonl --stages 2,64", "--stages 64", "has only")
+
+
+def test_compile_says_how_long_it_planned_and_which_search_won(folder: Path, call: Call) -> None:
+    code, _, err = call("compile", "dataset.jsonl", "--stages", 2, "--policy", "1f1b")
+    assert code == 0
+    assert re.search(r"planned +in [\d.]+ s; by 1f1b \d+", err)
+    _, out, _ = call("inspect", "plan.msgpack")
+    assert all(winner.startswith("1f1b: ") for step in json.loads(out)["steps"] for winner in step["winners"])
+    _, out, _ = call("inspect", "plan.msgpack", "--step", 0)
+    assert json.loads(out)["replicas"][0]["search"]["winner"].startswith("1f1b: ")
 
 
 def test_an_interrupt_is_no_traceback(folder: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

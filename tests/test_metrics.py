@@ -172,6 +172,31 @@ def test_a_run_of_another_profile_is_refused(tmp_path: Path) -> None:
         refine_profile(other, read_run(folder), folder)
 
 
+def test_refining_writes_the_profile_that_it_refines(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_run(tmp_path / "run")
+    write_profile(PROFILE, tmp_path / "other.json")
+    (tmp_path / "profile.json").write_text("mine")
+    assert call("profile", "--refine", folder, "-p", "other.json")[0] == 0
+    assert (tmp_path / "profile.json").read_text() == "mine"
+    assert len(read_profile(tmp_path / "other.json").refinements) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seconds": 0.0}, {"predicted_seconds": -1.0}, {"peak_bytes": [0, 1]}, {"peak_bytes": [1]}, {"seconds": None}],
+)
+def test_damaged_metrics_are_one_clear_error(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | changes)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=r"no run of this infinipipe|different numbers of stages"):
+        read_run(folder)
+
+
 def test_refined_once_a_run_is_spent(tmp_path: Path) -> None:
     """The run was not of the refined profile, so it cannot be counted twice."""
     folder = write_run(tmp_path / "run")

@@ -84,6 +84,7 @@ def limit_memory(device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+_CONTAINER = Path("/sys/fs/cgroup")
 _OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc")
 
 
@@ -120,14 +121,14 @@ def _free_memory() -> int:
     if limit is None or used is None:
         return free
     # What files left in the cache goes when it is needed.
-    stat = Path("/sys/fs/cgroup/memory.stat")
+    stat = _CONTAINER / "memory.stat"
     cached = re.findall(r"^(?:in)?active_file (\d+)$", stat.read_text() if stat.exists() else "", re.MULTILINE)
     return max(0, min(free, limit - used + sum(map(int, cached))))
 
 
 def _container_bytes(name: str) -> int | None:
     """Return a figure of the container, None if there is none."""
-    path = Path("/sys/fs/cgroup") / name
+    path = _CONTAINER / name
     text = path.read_text().strip() if path.exists() else ""
     return int(text) if text.isdigit() else None
 

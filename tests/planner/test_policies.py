@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyscipopt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -284,6 +285,29 @@ def test_slice_numbers_that_do_not_fit_end_no_search() -> None:
     found = plan_paper(analytic_problem([100_000], 4, 77))
     assert isinstance(found, Schedule)
     assert len(found.priced.chunks.chunks) > 4
+
+
+def test_ctrl_c_is_not_scips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SCIP would swallow it and end with an answer that depends on when it came."""
+    caught = []
+
+    class Model(pyscipopt.Model):  # type: ignore[misc]
+        def optimize(self) -> None:
+            caught.append(self.getParam("misc/catchctrlc"))
+            super().optimize()
+
+    monkeypatch.setattr(pyscipopt, "Model", Model)
+    _, memories, limits = tight_memories(0.3)
+    swept = sweep_diagonals(memories, limits)  # type: ignore[arg-type]
+    solve_diagonals(memories, limits, swept)  # type: ignore[arg-type]
+    assert caught == [False]
+    for tightness in (2.0, 1.5, 1.2, 1.0, 0.8):
+        kept = 2 * 200 * toy_problem([1], [2, 2]).pipeline.profile.bytes.layer_full_per_token
+        found = plan_epp(toy_problem([200, 60, 50, 40], [2, 2], tightness * kept), Space(rivals=False))
+        if isinstance(found, Schedule) and found.search.solver == "SCIP":
+            break
+    assert len(caught) > 1
+    assert not any(caught)
 
 
 def test_a_program_too_large_for_scip_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

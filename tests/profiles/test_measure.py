@@ -17,7 +17,7 @@ import torch
 
 from infinipipe.cli import run_command
 from infinipipe.errors import InputError, RunError
-from infinipipe.profiles import Profile, read_profile
+from infinipipe.profiles import Profile, machine, read_profile
 from infinipipe.profiles import crew as crew_module
 from infinipipe.profiles.bench import Bench
 from infinipipe.profiles.crew import NO_LINKS, start_crew
@@ -228,6 +228,17 @@ def test_the_other_cores_run_layers_until_they_may_rest(monkeypatch: pytest.Monk
     monkeypatch.setattr(Bench, "time_layer", count)
     assert crew_module._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
     assert runs[4:] == [((0, 512),) * 4] * 5
+
+
+def test_what_files_left_in_a_containers_cache_is_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "memory.max": "1000000",
+        "memory.current": "900000",
+        "memory.stat": "anon 5\ninactive_file 300000\nactive_file 200000\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "_CONTAINER", tmp_path)
+    assert machine._free_memory() == 600_000
 
 
 @pytest.mark.parametrize("rank", [0, 1])
