@@ -26,10 +26,10 @@ from pathlib import Path
 import numpy as np
 from tables import table
 
-from infinipipe.ir.store import open_plan
-from infinipipe.metrics import Run, read_run
+from infinipipe.costs.cost import static_bytes
+from infinipipe.ir.file.store import open_plan
 from infinipipe.profiles import Profile, read_profile
-from infinipipe.profiles.cost import static_bytes
+from infinipipe.run_record import Run, read_run
 
 MODEL = "tiny"
 STEPS, BATCH, LONGEST = 4, 12, 3072
@@ -54,7 +54,9 @@ class Case:
     @property
     def peaks(self) -> list[int]:
         """Measured bytes per stage, the most of all steps."""
-        return [max(step.peak_bytes[stage] for step in self.run.steps) for stage in range(self.stages)]
+        return [
+            max(step.peak_bytes[stage] for step in self.run.steps) for stage in range(self.stages)
+        ]
 
     @property
     def peak_errors(self) -> list[float]:
@@ -73,7 +75,9 @@ class Case:
 
 def main() -> None:
     """Run everything and print a page of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, help="Markdown to write besides.")
     output: Path | None = parser.parse_args().output
     load, started = os.getloadavg()[0], time.monotonic()
@@ -97,7 +101,9 @@ def write_dataset(path: Path) -> None:
     with path.open("w") as file:
         for _ in range(STEPS * BATCH):
             length = min(LONGEST, round(math.exp(draw.gauss(5.6, 1.2))) + 2)
-            file.write(json.dumps({"input_ids": [draw.randrange(256) for _ in range(length)]}) + "\n")
+            file.write(
+                json.dumps({"input_ids": [draw.randrange(256) for _ in range(length)]}) + "\n"
+            )
 
 
 def infinipipe(folder: Path, *arguments: object) -> int:
@@ -105,7 +111,10 @@ def infinipipe(folder: Path, *arguments: object) -> int:
     print("infinipipe", *arguments, file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "infinipipe", *map(str, arguments)]
     # The command prints its own errors; one thread a process, as the profile assumes.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode and "does not fit" not in done.stderr:
         raise SystemExit(done.stderr)
@@ -127,7 +136,9 @@ def run_case(folder: Path, stages: int, policy: str, share: float) -> Case:
     assert predicted is not None, "a plan of the same limits existed"
     infinipipe(folder, "run", "plan.msgpack", "--device", "cpu", "--output", name)
     label = f"{policy}, {share - 0.1:.0%}"
-    return Case(label, stages, recomputed(folder), tuple(predicted), tuple(limits), read_run(folder / name))
+    return Case(
+        label, stages, recomputed(folder), tuple(predicted), tuple(limits), read_run(folder / name)
+    )
 
 
 @cache
@@ -140,15 +151,29 @@ def roomy_plan(folder: Path, stages: int, policy: str) -> tuple[list[int], list[
         return roomy, [static_bytes(profile, stage) for stage in plan.header.stages]
 
 
-def compile_plan(folder: Path, stages: int, policy: str, limits: list[int] | None) -> list[int] | None:
+def compile_plan(
+    folder: Path, stages: int, policy: str, limits: list[int] | None
+) -> list[int] | None:
     """Return every stage's predicted peak, None if nothing fits."""
     memory = ["--memory", ",".join(map(str, limits))] if limits else []
-    options = ["--stages", stages, "--batch-size", BATCH, "--steps", STEPS, "--policy", policy, *memory]
+    options = [
+        "--stages",
+        stages,
+        "--batch-size",
+        BATCH,
+        "--steps",
+        STEPS,
+        "--policy",
+        policy,
+        *memory,
+    ]
     if infinipipe(folder, "compile", "dataset.jsonl", *options):
         return None
     with open_plan(folder / "plan.msgpack") as plan:
         replicas = [replica for step in plan for replica in step.replicas]
-    return [max(replica.predicted[stage].peak_bytes for replica in replicas) for stage in range(stages)]
+    return [
+        max(replica.predicted[stage].peak_bytes for replica in replicas) for stage in range(stages)
+    ]
 
 
 def recomputed(folder: Path) -> float:
@@ -165,7 +190,9 @@ def recomputed(folder: Path) -> float:
     return dropped / total
 
 
-def report(profiles: list[Profile], cases: list[Case], load: float, seconds: float) -> Iterator[str]:
+def report(
+    profiles: list[Profile], cases: list[Case], load: float, seconds: float
+) -> Iterator[str]:
     """Yield the lines of the page."""
     yield "# Accuracy of the predictions\n"
     yield "`python benchmarks/accuracy.py -o benchmarks/accuracy-results.md`\n"
@@ -180,7 +207,12 @@ def report(profiles: list[Profile], cases: list[Case], load: float, seconds: flo
     yield from table(
         ("stages", "op", "chunks", "median error", "90th percentile", "worst"),
         (
-            (str(p), a.op, str(a.num_samples), *(f"{e:.1%}" for e in (a.median_error, a.p90_error, a.worst_error)))
+            (
+                str(p),
+                a.op,
+                str(a.num_samples),
+                *(f"{e:.1%}" for e in (a.median_error, a.p90_error, a.worst_error)),
+            )
             for p, profile in zip(STAGES, profiles, strict=True)
             for a in profile.accuracy
             if a.held_out

@@ -28,23 +28,23 @@ from tables import table
 
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Sequence, Step
-from infinipipe.ir.view import step_summary
-from infinipipe.planner.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
-from infinipipe.planner.checkpointing import Shortage
 from infinipipe.planner.compare import summarize
 from infinipipe.planner.compile import plan_step
-from infinipipe.planner.epp import Space, plan_epp
-from infinipipe.planner.leads import Shape
-from infinipipe.planner.paper import plan_paper
-from infinipipe.planner.partition import partition_layers
+from infinipipe.planner.passes.in_flight import Shape
+from infinipipe.planner.passes.partition import partition_layers
+from infinipipe.planner.passes.recompute import Shortage
+from infinipipe.planner.passes.schedule import Schedule
 from infinipipe.planner.policies import POLICIES, Policy
+from infinipipe.planner.policies.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
+from infinipipe.planner.policies.epp import Space, plan_epp
+from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Pipeline, Problem
-from infinipipe.planner.schedule import Schedule
 from infinipipe.planner.split_backward import split_backwards
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import logits_tokens
+from infinipipe.profiles.models import logits_tokens
+from infinipipe.reports.plan_view import step_summary
 
 QUANTILES = Path(__file__).parents[1] / "tests" / "length_quantiles.json"
 DEVICE = "a800-80g"
@@ -63,7 +63,11 @@ Row = dict[str, Any]
 
 def of_this_batch(policy: Policy, problem: Problem) -> Schedule | Shortage:
     """Plan as if this batch were all data."""
-    return policy(replace(problem, pipeline=replace(problem.pipeline, context_tokens=int(problem.lengths.max()))))
+    return policy(
+        replace(
+            problem, pipeline=replace(problem.pipeline, context_tokens=int(problem.lengths.max()))
+        )
+    )
 
 
 BATCH_TUNED: dict[str, Policy] = {
@@ -108,14 +112,18 @@ def run(task: tuple[Case, str]) -> Row:
     quantiles = json.loads(QUANTILES.read_text())[case["data"]]["quantiles"]
     drawn = np.random.default_rng(case["seed"]).choice(np.array(quantiles), BATCHES[case["data"]])
     lengths = np.minimum(drawn, case["clip"])
-    sequences = tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths.tolist()))
+    sequences = tuple(
+        Sequence(row, length, length - 1) for row, length in enumerate(lengths.tolist())
+    )
     limits = (case["memory_gib"] * 2**30,) * case["stages"]
     row: Row = {"case": case, "policy": policy, "feasible": False}
     began = time.perf_counter()
     try:
         stages = partition_layers(profile, case["stages"], limits, lengths)
         context = min(case["clip"], LONGEST[case["data"]])
-        pipeline = Pipeline(profile, stages, limits, logits_tokens(profile.model.vocabulary_size), context)
+        pipeline = Pipeline(
+            profile, stages, limits, logits_tokens(profile.model.vocabulary_size), context
+        )
         step = plan_step(pipeline, PLANNERS[policy], 0, sequences, 1, "token")
         if policy == I_AND_W:
             step = split_step(step, pipeline)
@@ -159,7 +167,9 @@ def measure(ablations: bool, output: Path, jobs: int) -> None:
         policies = ["epp", "paper", *ABLATIONS]
     else:
         chosen, policies = cases(), [*POLICIES, *BATCH_TUNED, I_AND_W]
-    tasks = [task for task in product(chosen, policies) if (json.dumps(task[0]), task[1]) not in done]
+    tasks = [
+        task for task in product(chosen, policies) if (json.dumps(task[0]), task[1]) not in done
+    ]
     with output.open("a") as file:
         for row in ordered_map(run, tasks, jobs):
             print(json.dumps(row), file=file, flush=True)
@@ -188,7 +198,9 @@ def report(main_rows: list[Row], ablation_rows: list[Row]) -> Iterator[str]:
     yield "\n## What each choice is worth\n"
     ablated = by_case(ablation_rows)
     yield "7B on 8 stages, all lengths, limits and seeds.\n"
-    yield from table(SUMMARY, (summary_cells(ablated, policy) for policy in ("epp", *ABLATIONS, "paper")))
+    yield from table(
+        SUMMARY, (summary_cells(ablated, policy) for policy in ("epp", *ABLATIONS, "paper"))
+    )
     yield "\n## What `epp` chooses\n"
     yield from choices(found)
     yield "\n## Every case: time over bound, mean of the seeds\n"
@@ -200,13 +212,19 @@ def by_case(rows: Iterable[Row]) -> Found:
     found: Found = defaultdict(dict)
     for row in rows:
         found[json.dumps(row["case"])][row["policy"]] = row
-    return {case: rows for case, rows in found.items() if any(row["feasible"] for row in rows.values())}
+    return {
+        case: rows for case, rows in found.items() if any(row["feasible"] for row in rows.values())
+    }
 
 
 def ratios(found: Found, slower: str, faster: str = "epp") -> list[float]:
     """Return by how much one policy is slower than another in each case that both can plan."""
-    both = [(rows[slower], rows[faster]) for rows in found.values() if slower in rows and faster in rows]
-    return [a["step_seconds"] / b["step_seconds"] for a, b in both if a["feasible"] and b["feasible"]]
+    both = [
+        (rows[slower], rows[faster]) for rows in found.values() if slower in rows and faster in rows
+    ]
+    return [
+        a["step_seconds"] / b["step_seconds"] for a, b in both if a["feasible"] and b["feasible"]
+    ]
 
 
 def targets(found: Found) -> Iterator[tuple[str, ...]]:
@@ -214,12 +232,28 @@ def targets(found: Found) -> Iterator[tuple[str, ...]]:
     plannable = [rows for rows in found.values() if any(rows[p]["feasible"] for p in POLICIES)]
     epp = [rows["epp"] for rows in plannable if rows["epp"]["feasible"]]
     best = sum(fastest(rows, ("epp",)) <= fastest(rows, POLICIES) for rows in plannable)
-    static = [fastest(rows, STATIC) / rows["epp"]["step_seconds"] for rows in plannable if rows["epp"]["feasible"]]
+    static = [
+        fastest(rows, STATIC) / rows["epp"]["step_seconds"]
+        for rows in plannable
+        if rows["epp"]["feasible"]
+    ]
     rivals = [ratio for ratio in static if math.isfinite(ratio)]
-    planning = [row["plan_seconds"] for row in epp if row["case"]["stages"] == 8 and row["case"]["data"] == "wikipedia"]
-    bounds = {gib: [r["makespan_to_bound"] for r in epp if r["case"]["memory_gib"] == gib] for gib in MEMORY_GIB}
+    planning = [
+        row["plan_seconds"]
+        for row in epp
+        if row["case"]["stages"] == 8 and row["case"]["data"] == "wikipedia"
+    ]
+    bounds = {
+        gib: [r["makespan_to_bound"] for r in epp if r["case"]["memory_gib"] == gib]
+        for gib in MEMORY_GIB
+    }
     count = len(plannable)
-    yield "`epp` best or equal, of the cases that any can plan", "all", f"{best} of {count}", ok(best == count)
+    yield (
+        "`epp` best or equal, of the cases that any can plan",
+        "all",
+        f"{best} of {count}",
+        ok(best == count),
+    )
     least = (
         ("`paper` / `epp`", 1.05, geometric(ratios(found, "paper"))),
         ("`seq1f1b` / `epp`", 1.30, geometric(ratios(found, "seq1f1b"))),
@@ -227,7 +261,12 @@ def targets(found: Found) -> Iterator[tuple[str, ...]]:
         ("`seq1f1b` / `paper`", 1.20, geometric(ratios(found, "seq1f1b", "paper"))),
     )
     for name, target, value in least:
-        yield f"{name}, geometric mean", f"at least {target:.2f}", f"{value:.3f}", ok(value >= target)
+        yield (
+            f"{name}, geometric mean",
+            f"at least {target:.2f}",
+            f"{value:.3f}",
+            ok(value >= target),
+        )
     most = (
         ("`epp` / bound at 80 GiB, mean", 1.08, float(np.mean(bounds[80]))),
         ("`epp` / bound at 40 GiB, mean", 1.20, float(np.mean(bounds[40]))),
@@ -269,10 +308,16 @@ def summary_cells(found: Found, policy: str) -> tuple[str, ...]:
     return (
         policy,
         f"{len(rows) - len(feasible)} of {len(rows)}",
-        *(mean(row["makespan_to_bound"] for row in feasible if row["case"]["memory_gib"] == gib) for gib in MEMORY_GIB),
+        *(
+            mean(row["makespan_to_bound"] for row in feasible if row["case"]["memory_gib"] == gib)
+            for gib in MEMORY_GIB
+        ),
         f"{geometric(pairs):.3f}" if pairs else "-",
         f"{min(pairs):.3f} - {max(pairs):.3f}" if pairs else "-",
-        *(mean(row[name] for row in feasible) for name in ("bubble_fraction", "recompute_fraction")),
+        *(
+            mean(row[name] for row in feasible)
+            for name in ("bubble_fraction", "recompute_fraction")
+        ),
         mean(peaks),
         *(f"{np.quantile(seconds, q):.2f}" if seconds else "-" for q in (0.5, 0.95, 1.0)),
     )
@@ -283,7 +328,11 @@ def choices(found: Found) -> Iterator[str]:
     rows = [case["epp"] for case in found.values() if "epp" in case and case["epp"]["feasible"]]
     kinds = {kind: sum(row[kind] for row in rows) for kind in ("batched", "split", "hybrid")}
     total = sum(kinds.values())
-    yield "* Chunks: " + ", ".join(f"{count / total:.0%} {kind}" for kind, count in kinds.items()) + "."
+    yield (
+        "* Chunks: "
+        + ", ".join(f"{count / total:.0%} {kind}" for kind, count in kinds.items())
+        + "."
+    )
     counts = [count for row in rows for count in row["slices_per_split"]]
     quantiles = ", ".join(f"{np.quantile(counts, q):.0f}" for q in (0.0, 0.25, 0.5, 0.75, 1.0))
     yield f"* Slices of a split sequence (least, quartiles, most): {quantiles}."
@@ -291,8 +340,14 @@ def choices(found: Found) -> Iterator[str]:
     yield f"* Chunks of a step: {min(chunks):.0f} to {max(chunks):.0f}."
     winners = Counter(row["winner"].partition(":")[0] for row in rows)
     yield "* The schedule comes from: " + listed(winners) + "."
-    own = [row["winner"].partition(": ")[2].split(", ")[1:] for row in rows if row["winner"].startswith("epp")]
-    for place, name in enumerate(("attention that counts as work", "cuts", "sizes", "depth", "bursts")):
+    own = [
+        row["winner"].partition(": ")[2].split(", ")[1:]
+        for row in rows
+        if row["winner"].startswith("epp")
+    ]
+    for place, name in enumerate(
+        ("attention that counts as work", "cuts", "sizes", "depth", "bursts")
+    ):
         yield f"* {name.capitalize()}: {listed(Counter(settings[place] for settings in own))}."
     solvers = Counter(row["solver"] or "no solver (nothing recomputed)" for row in rows)
     yield "* Recompute by: " + listed(solvers) + "."
@@ -308,10 +363,15 @@ def details(found: Found, policies: list[str]) -> Iterator[str]:
     grouped: dict[tuple[Any, ...], list[dict[str, Row]]] = defaultdict(list)
     for key, rows in found.items():
         case = json.loads(key)
-        grouped[tuple(case[name] for name in ("model", "data", "memory_gib", "clip", "stages"))].append(rows)
+        grouped[
+            tuple(case[name] for name in ("model", "data", "memory_gib", "clip", "stages"))
+        ].append(rows)
     lines = []
     for (model, data, gib, clip, stages), group in sorted(grouped.items(), key=str):
-        cells = [mean(c[p]["makespan_to_bound"] for c in group if p in c and c[p]["feasible"]) for p in policies]
+        cells = [
+            mean(c[p]["makespan_to_bound"] for c in group if p in c and c[p]["feasible"])
+            for p in policies
+        ]
         lines.append((model, data, str(gib), f"{clip // 1024}K", str(stages), *cells))
     yield from table(("model", "lengths", "GiB", "clip", "stages", *policies), lines)
 
@@ -324,7 +384,9 @@ def mean(values: Iterable[float]) -> str:
 
 def main() -> None:
     """Run the benchmark or print its report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("-o", "--output", type=Path, required=True)

@@ -36,7 +36,9 @@ def step_row(step: dict[str, Any]) -> list[str]:
         f"{step['predicted_seconds']:.2f} -> {step['seconds']:.2f}",
         *(
             f"{predicted / MIB:.1f} -> {measured / MIB:.1f}"
-            for predicted, measured in zip(step["predicted_peak_bytes"], step["peak_bytes"], strict=True)
+            for predicted, measured in zip(
+                step["predicted_peak_bytes"], step["peak_bytes"], strict=True
+            )
         ),
     ]
 

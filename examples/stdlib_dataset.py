@@ -16,7 +16,11 @@ INSTALLED_LATER = {"site-packages", "dist-packages"}
 
 def source_files(root: Path) -> list[Path]:
     """Return the library's `.py` files, sorted by their path inside the library."""
-    files = (path for path in root.rglob("*.py") if INSTALLED_LATER.isdisjoint(path.relative_to(root).parts))
+    files = (
+        path
+        for path in root.rglob("*.py")
+        if INSTALLED_LATER.isdisjoint(path.relative_to(root).parts)
+    )
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 

@@ -11,7 +11,14 @@ A message says what is wrong, where, and which option would help. Faults of this
 program are plain `assert`s and keep their traceback.
 """
 
-__all__ = ["InfeasibleError", "InfinipipeError", "InputError", "PlanFileError", "RunError", "VerifyError"]
+__all__ = [
+    "InfeasibleError",
+    "InfinipipeError",
+    "InputError",
+    "PlanFileError",
+    "RunError",
+    "VerifyError",
+]
 
 
 class InfinipipeError(Exception):

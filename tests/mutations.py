@@ -8,7 +8,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from infinipipe.ir import Chunk, Header, Op, OpKind, Replica, Search, Slice, Step, chunk_chains, verify_step
+from infinipipe.ir import (
+    Chunk,
+    Header,
+    Op,
+    OpKind,
+    Replica,
+    Search,
+    Slice,
+    Step,
+    chunk_chains,
+    verify_step,
+)
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -44,7 +55,9 @@ def with_item(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 def edit_replica(step: Step, edit: Callable[[Replica], dict[str, Any]]) -> Step:
     number = busy_replica(step)
     replica = step.replicas[number]
-    return replace(step, replicas=with_item(step.replicas, number, replace(replica, **edit(replica))))
+    return replace(
+        step, replicas=with_item(step.replicas, number, replace(replica, **edit(replica)))
+    )
 
 
 def edit_program(draw: Random, step: Step, edit: Callable[[list[Op]], None]) -> Step:
@@ -100,12 +113,16 @@ def swap(program: list[Op], a: int, b: int) -> None:
 @mutation(STEP)
 def search_with_an_impossible_gap(draw: Random, header: Header, step: Step) -> Step:
     gap = draw.choice([-0.1, float("nan"), float("inf")])
-    return edit_replica(step, lambda _: {"search": Search(winner="epp", solver="SCIP", status="optimal", gap=gap)})
+    return edit_replica(
+        step, lambda _: {"search": Search(winner="epp", solver="SCIP", status="optimal", gap=gap)}
+    )
 
 
 @mutation(STEP)
 def search_that_cannot_be_printed(draw: Random, header: Header, step: Step) -> Step:
-    return edit_replica(step, lambda _: {"search": Search(winner=draw.choice(["\x1b[2J", "a\nb", "x" * 1000]))})
+    return edit_replica(
+        step, lambda _: {"search": Search(winner=draw.choice(["\x1b[2J", "a\nb", "x" * 1000]))}
+    )
 
 
 @mutation(OP)
@@ -168,7 +185,9 @@ def op_of_a_chunk_that_is_not_there(draw: Random, header: Header, step: Step) ->
 def op_of_another_kind(draw: Random, header: Header, step: Step) -> Step:
     def edit(program: list[Op]) -> None:
         at = draw.randrange(len(program))
-        program[at] = Op(draw.choice([kind for kind in OpKind if kind != program[at].kind]), program[at].chunk)
+        program[at] = Op(
+            draw.choice([kind for kind in OpKind if kind != program[at].kind]), program[at].chunk
+        )
 
     return edit_program(draw, step, edit)
 
@@ -225,7 +244,10 @@ def slice_cut_in_two_in_its_chunk(draw: Random, header: Header, step: Step) -> S
 
     def edit(replica: Replica) -> dict[str, Any]:
         first, *rest = replica.chunks[chunk].slices
-        halves = replace(first, length=1), replace(first, start=first.start + 1, length=first.length - 1)
+        halves = (
+            replace(first, length=1),
+            replace(first, start=first.start + 1, length=first.length - 1),
+        )
         return {"chunks": with_item(replica.chunks, chunk, Chunk((*halves, *rest)))}
 
     return edit_replica(step, edit)
@@ -253,7 +275,9 @@ def recompute_of_more_layers_than_there_are(draw: Random, header: Header, step: 
     stage = draw.randrange(len(header.stages))
 
     def edit(replica: Replica) -> dict[str, Any]:
-        counts = with_item(replica.recompute[stage], 0, draw.choice((-1, header.stages[stage].num_layers + 1)))
+        counts = with_item(
+            replica.recompute[stage], 0, draw.choice((-1, header.stages[stage].num_layers + 1))
+        )
         return {"recompute": with_item(replica.recompute, stage, counts)}
 
     return edit_replica(step, edit)
@@ -271,7 +295,9 @@ def peak_over_the_limit(draw: Random, header: Header, step: Step) -> Step:
 
 @mutation(STAGE)
 def time_that_is_no_number(draw: Random, header: Header, step: Step) -> Step:
-    return edit_prediction(draw, step, **{draw.choice(("busy_s", "recompute_s", "bubble_s")): float("nan")})
+    return edit_prediction(
+        draw, step, **{draw.choice(("busy_s", "recompute_s", "bubble_s")): float("nan")}
+    )
 
 
 @mutation(STAGE)

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from infinipipe.costs.predict import Span
+from infinipipe.costs.simulate import simulate
 from infinipipe.ir import (
     FORMAT_VERSION,
     Chunk,
@@ -27,9 +29,7 @@ from infinipipe.ir import (
     chunk_chains,
     loss_denominator,
 )
-from infinipipe.ir.store import PlanWriter
-from infinipipe.ir.timeline import Span
-from infinipipe.planner.simulate import simulate
+from infinipipe.ir.file.store import PlanWriter
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -55,11 +55,15 @@ def make_model(num_layers: int = 8, **changes: Any) -> Model:
     return msgspec.structs.replace(model, **changes)
 
 
-def make_header(num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, **changes: Any) -> Header:
+def make_header(
+    num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, **changes: Any
+) -> Header:
     """Return a header whose layers are spread evenly, the first stages one more where they do not divide."""
     model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
-    profile = msgspec.msgpack.encode({"format_version": 1, "source": "analytic", "model": model, "dtype": "float32"})
+    profile = msgspec.msgpack.encode(
+        {"format_version": 1, "source": "analytic", "model": model, "dtype": "float32"}
+    )
     header = Header(
         format_version=FORMAT_VERSION,
         infinipipe_version="0",
@@ -95,7 +99,9 @@ def make_header(num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, 
     return msgspec.structs.replace(header, **changes)
 
 
-def make_chunks(lengths: SequenceOf[int], indices: SequenceOf[int], chunk_tokens: int = 16) -> tuple[Chunk, ...]:
+def make_chunks(
+    lengths: SequenceOf[int], indices: SequenceOf[int], chunk_tokens: int = 16
+) -> tuple[Chunk, ...]:
     """Slice the sequences longer than a chunk; their last slice and the short ones are packed with what comes next."""
     chunks: list[list[Slice]] = []
     for index in sorted(indices, key=lambda i: -lengths[i]):
@@ -138,7 +144,11 @@ def split_backwards(program: SequenceOf[Op]) -> tuple[Op, ...]:
 
 
 def make_replica(
-    header: Header, sequences: SequenceOf[Sequence], indices: SequenceOf[int], *, split: bool = False
+    header: Header,
+    sequences: SequenceOf[Sequence],
+    indices: SequenceOf[int],
+    *,
+    split: bool = False,
 ) -> Replica:
     lengths = [s.length for s in sequences]
     chunks = make_chunks(lengths, indices)
@@ -148,17 +158,25 @@ def make_replica(
     return Replica(
         chunks=chunks,
         recompute=tuple(
-            tuple((c + s) % (stage.num_layers + 1) for c in range(len(chunks))) for s, stage in enumerate(header.stages)
+            tuple((c + s) % (stage.num_layers + 1) for c in range(len(chunks)))
+            for s, stage in enumerate(header.stages)
         ),
         programs=tuple(split_backwards(p) if split else p for p in programs),
-        predicted=(StagePrediction(busy_s=0.5, recompute_s=0.125, bubble_s=0.5, peak_bytes=10**6),) * num_stages,
+        predicted=(StagePrediction(busy_s=0.5, recompute_s=0.125, bubble_s=0.5, peak_bytes=10**6),)
+        * num_stages,
     )
 
 
-def make_step(header: Header, index: int = 0, lengths: SequenceOf[int] = LENGTHS, *, split: bool = False) -> Step:
+def make_step(
+    header: Header, index: int = 0, lengths: SequenceOf[int] = LENGTHS, *, split: bool = False
+) -> Step:
     """Return a step; sequences are dealt to the replicas in turn."""
     sequences = tuple(
-        Sequence(row=(index * header.batch_size + i) % header.dataset.num_sequences, length=n, num_targets=n - 1)
+        Sequence(
+            row=(index * header.batch_size + i) % header.dataset.num_sequences,
+            length=n,
+            num_targets=n - 1,
+        )
         for i, n in enumerate(lengths)
     )
     return Step(
@@ -166,7 +184,9 @@ def make_step(header: Header, index: int = 0, lengths: SequenceOf[int] = LENGTHS
         sequences=sequences,
         denominator=loss_denominator(sequences, header.loss_norm),
         replicas=tuple(
-            make_replica(header, sequences, range(r, len(sequences), header.num_replicas), split=split)
+            make_replica(
+                header, sequences, range(r, len(sequences), header.num_replicas), split=split
+            )
             for r in range(header.num_replicas)
         ),
         makespan_s=1.0,

@@ -19,7 +19,12 @@ assert not heavy, heavy
 
 
 def run_without_torch(code: str, cwd: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", PROBE.format(code=code)], cwd=cwd, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE.format(code=code)],
+        cwd=cwd,
+        check=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize(
@@ -30,15 +35,15 @@ def run_without_torch(code: str, cwd: Path) -> None:
         "infinipipe.dataset",
         "infinipipe.ir",
         "infinipipe.planner.compile",
-        "infinipipe.planner.redraw",
+        "infinipipe.costs.predict",
         "infinipipe.profiles",
-        "infinipipe.metrics",
+        "infinipipe.run_record",
         "infinipipe.profiles.analytic",
-        "infinipipe.profiles.page",
-        "infinipipe.profiles.refine",
-        "infinipipe.profiles.show",
-        "infinipipe.proof",
-        "infinipipe.report",
+        "infinipipe.reports.profile_page",
+        "infinipipe.measure.refine",
+        "infinipipe.reports.profile_table",
+        "infinipipe.reports.verification",
+        "infinipipe.reports.compiled",
     ],
 )
 def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
@@ -59,7 +64,10 @@ def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
 )
 def test_command_starts_no_torch(command: str, tmp_path: Path) -> None:
     write_plan(tmp_path / "hand.msgpack", split=True)
-    run_without_torch(f"from infinipipe.cli import run_command\nassert run_command({command.split()!r}) == 0", tmp_path)
+    run_without_torch(
+        f"from infinipipe.cli import run_command\nassert run_command({command.split()!r}) == 0",
+        tmp_path,
+    )
 
 
 def test_compile_starts_no_torch(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """The schedule IR: what a plan says, its rules, its file and its text form."""
 
+from infinipipe.ir.file.check import Report, verify_plan
+from infinipipe.ir.file.store import PlanReader, PlanWriter, open_plan
+from infinipipe.ir.ops import TRAITS, Direction, Held, Traits
 from infinipipe.ir.plan import (
     FORMAT_VERSION,
     Chunk,
     DatasetInfo,
     DType,
     Header,
+    Layout,
     LossNorm,
     Model,
     Op,
@@ -20,16 +24,19 @@ from infinipipe.ir.plan import (
     chunk_chains,
     loss_denominator,
 )
-from infinipipe.ir.store import PlanReader, PlanWriter, open_plan
 from infinipipe.ir.text import parse_op, parse_program, show_op, show_program
-from infinipipe.ir.verify import Report, verify_header, verify_plan, verify_step
+from infinipipe.ir.verify import verify_header, verify_step
 
 __all__ = [
     "FORMAT_VERSION",
+    "TRAITS",
     "Chunk",
     "DType",
     "DatasetInfo",
+    "Direction",
     "Header",
+    "Held",
+    "Layout",
     "LossNorm",
     "Model",
     "Op",
@@ -44,6 +51,7 @@ __all__ = [
     "Stage",
     "StagePrediction",
     "Step",
+    "Traits",
     "chunk_chains",
     "loss_denominator",
     "open_plan",

@@ -1,7 +1,7 @@
 """The schedule IR: typed, frozen structs that say exactly what every stage does in every step.
 
 A plan is one `Header` and one `Step` per optimizer step. Nothing here knows costs,
-devices or file formats; `infinipipe.ir.store` writes it and `infinipipe.ir.verify` proves it.
+devices or file formats; `infinipipe.ir.file.store` writes it and `infinipipe.ir.verify` proves it.
 """
 
 from __future__ import annotations
@@ -76,6 +76,25 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Whether this stage also holds the final norm, the head and the loss (the last one does)."""
 
 
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a job's devices are used: replicas of pipelines of stages of ranks that share sequences.
+
+    Axes are those of `infinipipe.runtime.ranks`; a rank's number grows fastest along `sequence_parallel`,
+    then along the stages, then along the replicas.
+    """
+
+    num_stages: int
+    sequence_parallel: int = 1
+    """Ranks of a stage that share every sequence; 1 for none."""
+    num_replicas: int = 1
+    """Data-parallel copies of the pipeline."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices that the job needs."""
+        return self.num_stages * self.sequence_parallel * self.num_replicas
+
+
 class DatasetInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the plan was compiled from."""
 
@@ -123,6 +142,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Of the bytes of `profile`."""
     profile: msgspec.Raw
     """The whole profile (see `infinipipe.profiles.profile`), so that the plan explains itself."""
+
+    @property
+    def layout(self) -> Layout:
+        """How the job's devices are used."""
+        return Layout(
+            num_stages=len(self.stages),
+            sequence_parallel=self.sequence_parallel,
+            num_replicas=self.num_replicas,
+        )
 
 
 class Slice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -254,7 +282,9 @@ def loss_denominator(sequences: SequenceOf[Sequence], loss_norm: LossNorm) -> in
     return sum(s.num_targets > 0 for s in sequences)
 
 
-def chunk_chains(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> list[tuple[int, ...]]:
+def chunk_chains(
+    chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]
+) -> list[tuple[int, ...]]:
     """Group chunk indices into chains: the chunks of one split sequence by context, every other chunk alone.
 
     Chains come in the order of their first chunk.

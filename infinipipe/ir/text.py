@@ -30,7 +30,9 @@ def parse_op(text: str) -> tuple[int, Op]:
     """
     match = _OP.fullmatch(text)
     if match is None:
-        raise InputError(f"not an op: {text[:40]!a}; write stage, kind (F, B, I or W) and chunk, as in 2F0")
+        raise InputError(
+            f"not an op: {text[:40]!a}; write stage, kind (F, B, I or W) and chunk, as in 2F0"
+        )
     stage, kind, chunk = match.groups()
     return int(stage), Op(OpKind(kind), int(chunk))
 

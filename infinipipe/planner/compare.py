@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from infinipipe.aliases import Progress
 from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Step
@@ -18,9 +19,6 @@ from infinipipe.planner.compile import make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions
 from infinipipe.planner.policies import POLICIES
 from infinipipe.profiles import Profile
-
-Progress = Callable[[int, int], None]
-"""Called with how many steps are planned, over all policies, and how many there are."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +66,9 @@ def compare_policies(
     """
     unknown = [policy for policy in policies if policy not in POLICIES]
     if unknown:
-        raise InputError(f"--policies {unknown[0]}: no such policy; there are {', '.join(POLICIES)}")
+        raise InputError(
+            f"--policies {unknown[0]}: no such policy; there are {', '.join(POLICIES)}"
+        )
     pipeline = make_pipeline(dataset, profile, options)
     rows: list[Row | InfeasibleRow] = []
     for number, policy in enumerate(policies):
@@ -109,12 +109,19 @@ def compare_grid(
         InputError: as `compare_policies`.
     """
     choices = [
-        replace(options, num_stages=s, memory_limit_bytes=options.memory_limit_bytes if m is None else (m,))
+        replace(
+            options,
+            num_stages=s,
+            memory_limit_bytes=options.memory_limit_bytes if m is None else (m,),
+        )
         for s in stages or (options.num_stages,)
         for m in memories or (None,)
     ]
     for choice in choices:
-        choice.stages(profile), choice.limits(profile)  # what cannot be is said before anything is planned
+        (
+            choice.stages(profile),
+            choice.limits(profile),
+        )  # what cannot be is said before anything is planned
     cells = []
     for number, choice in enumerate(choices):
 
@@ -127,12 +134,18 @@ def compare_grid(
         except InfeasibleError as error:
             rows = [InfeasibleRow(policy=policy, reason=str(error)) for policy in policies]
         cells.append(
-            Cell(num_stages=choice.stages(profile), memory_limit_bytes=choice.limits(profile), rows=tuple(rows))
+            Cell(
+                num_stages=choice.stages(profile),
+                memory_limit_bytes=choice.limits(profile),
+                rows=tuple(rows),
+            )
         )
     return cells
 
 
-def _compare(header: Header, steps: Iterator[Step], advance: Callable[[int], None]) -> Row | InfeasibleRow:
+def _compare(
+    header: Header, steps: Iterator[Step], advance: Callable[[int], None]
+) -> Row | InfeasibleRow:
     found: list[Step] = []
     began = time.perf_counter()
     seconds = 0.0
@@ -153,9 +166,18 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
     count = len(steps)
     step_s = sum(step.step_s for step in steps)
     bound_s = sum(step.bound_s + step.step_s - step.makespan_s for step in steps)
-    predicted = [stage for step in steps for replica in step.replicas for stage in replica.predicted]
-    busy_s, bubble_s = sum(stage.busy_s for stage in predicted), sum(stage.bubble_s for stage in predicted)
-    peaks = [[stage.peak_bytes for stage in replica.predicted] for step in steps for replica in step.replicas]
+    predicted = [
+        stage for step in steps for replica in step.replicas for stage in replica.predicted
+    ]
+    busy_s, bubble_s = (
+        sum(stage.busy_s for stage in predicted),
+        sum(stage.bubble_s for stage in predicted),
+    )
+    peaks = [
+        [stage.peak_bytes for stage in replica.predicted]
+        for step in steps
+        for replica in step.replicas
+    ]
     return Row(
         policy=policy,
         step_seconds=step_s / count,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -11,27 +11,34 @@ from pathlib import Path
 import msgspec
 
 from infinipipe import __version__
+from infinipipe.aliases import Progress
+from infinipipe.costs.cost import optimizer_seconds
+from infinipipe.costs.sizes import most_chunk_tokens
 from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
-from infinipipe.ir import FORMAT_VERSION, Header, LossNorm, Replica, Sequence, Step, loss_denominator
-from infinipipe.ir.store import PlanWriter
+from infinipipe.ir import (
+    FORMAT_VERSION,
+    Header,
+    LossNorm,
+    Replica,
+    Sequence,
+    Step,
+    loss_denominator,
+)
+from infinipipe.ir.file.store import PlanWriter
 from infinipipe.ir.verify import verify_header, verify_step
+from infinipipe.planner.batches import global_batches
 from infinipipe.planner.bound import makespan_bound
-from infinipipe.planner.checkpointing import Shortage
-from infinipipe.planner.lengths import global_batches
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.partition import partition_layers
+from infinipipe.planner.passes.partition import partition_layers
+from infinipipe.planner.passes.recompute import Shortage
+from infinipipe.planner.passes.schedule import Schedule, empty_replica, make_replica
 from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline, Problem, average_work
-from infinipipe.planner.schedule import Schedule, empty_replica, make_replica
-from infinipipe.planner.sizes import most_chunk_tokens
-from infinipipe.planner.units import show_bytes
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import Profile, pack_profile, profile_sha256
-from infinipipe.profiles.cost import logits_tokens, optimizer_seconds
-
-Progress = Callable[[int, int], None]
-"""Called with how many steps are planned and how many there are."""
+from infinipipe.profiles.models import logits_tokens
+from infinipipe.units import show_bytes
 
 _MAX_ELEMENTS = 2**31 - 1
 
@@ -151,7 +158,9 @@ def _global_batches(dataset: Dataset, header: Header, first: int) -> Iterator[Ba
         yield index, tuple(Sequence(*column) for column in columns)
 
 
-def _plan_batch(pipeline: Pipeline, policy: str, num_replicas: int, loss_norm: LossNorm, batch: Batch) -> Step:
+def _plan_batch(
+    pipeline: Pipeline, policy: str, num_replicas: int, loss_norm: LossNorm, batch: Batch
+) -> Step:
     return plan_step(pipeline, POLICIES[policy], *batch, num_replicas, loss_norm)
 
 
@@ -187,7 +196,9 @@ def plan_step(
     )
 
 
-def deal(pipeline: Pipeline, sequences: tuple[Sequence, ...], num_replicas: int) -> list[tuple[int, ...]]:
+def deal(
+    pipeline: Pipeline, sequences: tuple[Sequence, ...], num_replicas: int
+) -> list[tuple[int, ...]]:
     """Deal sequences out by work: the longest first, to the replica with the least so far."""
     if num_replicas == 1:
         return [tuple(range(len(sequences)))]
@@ -217,4 +228,8 @@ def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> Infeasible
 
 
 def _replica(pipeline: Pipeline, schedule: Schedule | None, makespan_s: float) -> Replica:
-    return empty_replica(pipeline.num_stages, makespan_s) if schedule is None else make_replica(schedule)
+    return (
+        empty_replica(pipeline.num_stages, makespan_s)
+        if schedule is None
+        else make_replica(schedule)
+    )

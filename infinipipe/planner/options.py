@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from infinipipe.errors import InputError
 from infinipipe.ir import LossNorm
-from infinipipe.planner.lengths import steps_per_epoch
+from infinipipe.planner.batches import steps_per_epoch
 from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
 from infinipipe.profiles import Profile
 
@@ -48,7 +48,9 @@ class CompileOptions:
         if self.memory_limit_bytes is not None and min(self.memory_limit_bytes, default=0) < 1:
             raise InputError("--memory: a positive size for every stage is needed, such as 80GiB")
         if self.policy not in POLICIES:
-            raise InputError(f"--policy {self.policy}: no such policy; there are {', '.join(POLICIES)}")
+            raise InputError(
+                f"--policy {self.policy}: no such policy; there are {', '.join(POLICIES)}"
+            )
         if self.loss_norm not in ("token", "sequence"):
             raise InputError(f"--loss-norm {self.loss_norm}: token or sequence is needed")
 
@@ -77,7 +79,9 @@ class CompileOptions:
         num_stages = self.stages(profile)
         given = self.memory_limit_bytes or (profile.device.memory_bytes,)
         if len(given) not in (1, num_stages):
-            raise InputError(f"--memory: {len(given)} limits for {num_stages} stages; give one, or one for each stage")
+            raise InputError(
+                f"--memory: {len(given)} limits for {num_stages} stages; give one, or one for each stage"
+            )
         return given * num_stages if len(given) == 1 else given
 
     def batches(self, num_rows: int) -> tuple[int, int]:

@@ -6,13 +6,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from infinipipe.aliases import Floats, Ints
 from infinipipe.ir import Sequence, Stage
 from infinipipe.profiles import Curve, LayerTime, Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -85,14 +82,22 @@ def average_work(profile: Profile, num_stages: int) -> Work:
     """Return the work of a stage that holds its share of layers, embedding and head."""
     times = profile.times
     layers = (times.layer_forward, times.layer_backward)
-    ends = (times.embedding_forward, times.embedding_backward, times.head_forward, times.head_backward)
+    ends = (
+        times.embedding_forward,
+        times.embedding_backward,
+        times.head_forward,
+        times.head_backward,
+    )
     share = profile.model.num_layers / num_stages
 
     def total(rates: SequenceOf[float]) -> float:
         return share * sum(rates)
 
     return Work(
-        s_per_token=max(1e-12, total([_slope(layer) for layer in layers]) + sum(map(_curve_slope, ends)) / num_stages),
+        s_per_token=max(
+            1e-12,
+            total([_slope(layer) for layer in layers]) + sum(map(_curve_slope, ends)) / num_stages,
+        ),
         s_per_pair=max(0.0, total([layer.s_per_pair for layer in layers])),
         s_per_slice=max(0.0, total([layer.s_per_slice for layer in layers])),
     )

@@ -11,11 +11,19 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from infinipipe.costs.cost import Memory, SplitCosts, op_seconds, split_costs
+from infinipipe.costs.simulate import (
+    DIRECTIONS,
+    Channel,
+    Channels,
+    Timeline,
+    connect,
+    run_stages,
+    simulate,
+)
 from infinipipe.errors import InputError
 from infinipipe.ir import Op, OpKind, Replica
-from infinipipe.planner.schedule import Schedule, make_replica
-from infinipipe.planner.simulate import DIRECTIONS, Channel, Channels, Timeline, connect, run_stages, simulate
-from infinipipe.profiles.cost import Memory, SplitCosts, op_seconds, split_costs
+from infinipipe.planner.passes.schedule import Schedule, make_replica
 
 _STEP = 1.5
 """Factor by which the number of B that are split at the end of a step climbs."""
@@ -45,7 +53,9 @@ def split_backwards(schedule: Schedule) -> tuple[Replica, float]:
     for stages in _candidates(case):
         programs = tuple(tuple(stage.program) for stage in stages)
         timeline = case.simulate(programs)
-        assert timeline.makespan_s == max(stage.end for stage in stages), "the stages have mistaken the time"
+        assert timeline.makespan_s == max(stage.end for stage in stages), (
+            "the stages have mistaken the time"
+        )
         if timeline.makespan_s < makespan_s:
             best, makespan_s = case.replica(programs, timeline), timeline.makespan_s
     return best, makespan_s
@@ -67,12 +77,18 @@ class _Case:
 
     def seconds(self, stage: int) -> dict[OpKind, list[float]]:
         """Return what each chunk's ops take, by kind."""
-        return op_seconds(self.schedule.priced.costs, self.split, stage, self.whole.recompute[stage])
+        return op_seconds(
+            self.schedule.priced.costs, self.split, stage, self.whole.recompute[stage]
+        )
 
     def memory(self, stage: int) -> Memory:
         """Return what a stage holds before its first op."""
         problem, priced = self.schedule.problem, self.schedule.priced
-        pipeline, program, recompute = problem.pipeline, self.whole.programs[stage], self.whole.recompute[stage]
+        pipeline, program, recompute = (
+            problem.pipeline,
+            self.whole.programs[stage],
+            self.whole.recompute[stage],
+        )
         return Memory(
             pipeline.profile,
             pipeline.stages,
@@ -89,7 +105,8 @@ class _Case:
         """Say when every op runs."""
         tables = map(self.seconds, range(len(programs)))
         seconds = [
-            [table[op.kind][op.chunk] for op in program] for table, program in zip(tables, programs, strict=True)
+            [table[op.kind][op.chunk] for op in program]
+            for table, program in zip(tables, programs, strict=True)
         ]
         return simulate(programs, seconds, self.schedule.priced.costs.transfer_s.tolist())
 
@@ -133,9 +150,11 @@ def _fill_waits(case: _Case, chosen: list[frozenset[int]]) -> list[_Stage]:
 
 
 class _Stage:
-    """A stage that chooses its ops while it is simulated (`infinipipe.planner.simulate`)."""
+    """A stage that chooses its ops while it is simulated (`infinipipe.costs.simulate`)."""
 
-    def __init__(self, case: _Case, stage: int, chosen: frozenset[int], inputs: Channels, outputs: Channels) -> None:
+    def __init__(
+        self, case: _Case, stage: int, chosen: frozenset[int], inputs: Channels, outputs: Channels
+    ) -> None:
         self.program: list[Op] = []
         self.filling: list[int] = []
         """Chunks whose W came while the stage would have waited."""
@@ -145,7 +164,9 @@ class _Stage:
         self._chosen = chosen
         self._seconds, self._memory = case.seconds(stage), case.memory(stage)
         self._limit = case.schedule.problem.pipeline.limits[stage]
-        self._largest = Op(OpKind.BACKWARD_WEIGHT, int(case.split.weight_peak_bytes[stage].argmax()))
+        self._largest = Op(
+            OpKind.BACKWARD_WEIGHT, int(case.split.weight_peak_bytes[stage].argmax())
+        )
         self._inputs, self._outputs = inputs, outputs
         self._waiting: list[Op] = []
         """W, the oldest first."""
@@ -154,7 +175,7 @@ class _Stage:
         self._free = 0.0
 
     def advance(self) -> bool:
-        """See `infinipipe.planner.simulate.Advancing`."""
+        """See `infinipipe.costs.simulate.Advancing`."""
         any_event = False
         while self._sending is None or self._hand_over(self._sending):
             any_event |= self._sending is not None

@@ -20,7 +20,9 @@ _AHEAD = 4
 """Tasks given out per worker before their results are taken, so that none waits and memory stays bounded."""
 
 
-def ordered_map(function: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int) -> Iterator[Result]:
+def ordered_map(
+    function: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int
+) -> Iterator[Result]:
     """Yield `function(task)` for every task in order, whatever the number of workers.
 
     Raises:
@@ -31,14 +33,18 @@ def ordered_map(function: Callable[[Task], Result], tasks: Iterable[Task], num_w
         return
     waiting: deque[Future[Result]] = deque()
     source = iter(tasks)
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+    pool = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("spawn"), initializer=_leave_interrupts
+    )
     try:
         waiting.extend(pool.submit(function, task) for task in islice(source, _AHEAD * num_workers))
         while waiting:
             yield waiting.popleft().result()
             waiting.extend(pool.submit(function, task) for task in islice(source, 1))
     except BrokenProcessPool:
-        raise RunError("a planning process died; if memory ran out, compile again with fewer --workers") from None
+        raise RunError(
+            "a planning process died; if memory ran out, compile again with fewer --workers"
+        ) from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

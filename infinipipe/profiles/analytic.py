@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from infinipipe import __version__
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
-from infinipipe.profiles.cost import logits_tokens
+from infinipipe.profiles.models import logits_tokens
 from infinipipe.profiles.profile import (
     PROFILE_FORMAT_VERSION,
     Bytes,
@@ -90,7 +90,25 @@ _OPTIMIZER_BYTES = 34
 _RESERVED_GIB = 2
 """The context of the driver and the buffers of its collectives."""
 _DEVICES_PER_SERVER = 8
-_KNOTS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 32768, 65536)
+_KNOTS = (
+    64,
+    128,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+    6144,
+    8192,
+    12288,
+    16384,
+    32768,
+    65536,
+)
 _BF16, _FP32, _INT64 = 2, 4, 8
 _STATIC_BYTES = 18
 
@@ -168,7 +186,9 @@ def _layer_time(model: Model, sheet: _Sheet, *, backward: bool) -> LayerTime:
 
     def seconds(tokens: int) -> float:
         traffic = tokens * _layer_traffic(model) / copy
-        return work * max(_layer_matmul_seconds(model, sheet, tokens) + traffic, _LAYER_KERNELS * _LAUNCH_S)
+        return work * max(
+            _layer_matmul_seconds(model, sheet, tokens) + traffic, _LAYER_KERNELS * _LAUNCH_S
+        )
 
     # The second call reads K and V of the context, and backward adds to their float32 gradients besides;
     # merging reads two outputs and writes one.
@@ -189,7 +209,10 @@ def _layer_input_time(model: Model, sheet: _Sheet) -> LayerTime:
     copy = sheet.bandwidth * _COPY_EFFICIENCY
 
     def seconds(tokens: int) -> float:
-        matmuls, traffic = _layer_matmul_seconds(model, sheet, tokens), tokens * _layer_traffic(model) / copy
+        matmuls, traffic = (
+            _layer_matmul_seconds(model, sheet, tokens),
+            tokens * _layer_traffic(model) / copy,
+        )
         return max(matmuls + 2 * traffic, (2 * _LAYER_KERNELS - _WEIGHT_KERNELS) * _LAUNCH_S)
 
     return replace(_layer_time(model, sheet, backward=True), curve=_curve(seconds))
@@ -214,12 +237,18 @@ def _layer_weight_time(model: Model, sheet: _Sheet) -> LayerTime:
 
 
 def _layer_matmul_seconds(model: Model, sheet: _Sheet, tokens: int) -> float:
-    return sum(_matmul_seconds(sheet, tokens, inputs, outputs) for inputs, outputs in _layer_matmuls(model))
+    return sum(
+        _matmul_seconds(sheet, tokens, inputs, outputs) for inputs, outputs in _layer_matmuls(model)
+    )
 
 
 def _layer_matmuls(model: Model) -> list[tuple[int, int]]:
     """Widths in and out of a layer's products."""
-    hidden, query, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+    hidden, query, inner = (
+        model.hidden_size,
+        model.num_heads * model.head_dim,
+        model.intermediate_size,
+    )
     attention = [(hidden, query), (hidden, model.kv_size), (hidden, model.kv_size), (query, hidden)]
     return [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
 
@@ -247,7 +276,11 @@ def _layer_split_bytes(model: Model) -> int:
     Q, K and V have one input, and so have the first two products of the MLP. The norms are no part of it: the gradients
     of their weights fall off where those of their inputs are computed.
     """
-    hidden, query, inner = model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size
+    hidden, query, inner = (
+        model.hidden_size,
+        model.num_heads * model.head_dim,
+        model.intermediate_size,
+    )
     inputs = hidden + query + hidden + inner
     outputs = query + 2 * model.kv_size + hidden + 2 * inner + hidden
     return _BF16 * (inputs + outputs)
@@ -257,15 +290,24 @@ def _head_seconds(model: Model, sheet: _Sheet, tokens: int) -> float:
     """Logits, loss and both gradients, a piece at a time; a part of a piece costs its share of one."""
     piece = min(tokens, logits_tokens(model.vocabulary_size))
     hidden, vocabulary = model.hidden_size, model.vocabulary_size
-    products = 2 * _matmul_seconds(sheet, piece, hidden, vocabulary) + _matmul_seconds(sheet, hidden, piece, vocabulary)
+    products = 2 * _matmul_seconds(sheet, piece, hidden, vocabulary) + _matmul_seconds(
+        sheet, hidden, piece, vocabulary
+    )
     logits = piece * vocabulary * 5 * (_BF16 + _FP32)
     gradient = model.embedding_parameters * (_BF16 + _FP32 + _FP32)
-    one = max(products + (logits + gradient) / (sheet.bandwidth * _COPY_EFFICIENCY), _HEAD_KERNELS * _LAUNCH_S)
+    one = max(
+        products + (logits + gradient) / (sheet.bandwidth * _COPY_EFFICIENCY),
+        _HEAD_KERNELS * _LAUNCH_S,
+    )
     return one * tokens / piece
 
 
 def _bytes(model: Model) -> Bytes:
-    hidden, inner, query = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    hidden, inner, query = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads * model.head_dim,
+    )
     norms = 2 * (hidden * (_FP32 + _BF16 + _BF16) + _FP32)
     attention = 2 * _BF16 * query + _FP32 * model.num_heads
     largest = hidden * max(inner, query)
@@ -279,12 +321,20 @@ def _bytes(model: Model) -> Bytes:
         embedding_per_token=_INT64,
         head_per_token=_INT64 + _BF16 * hidden,
         layer_forward_peak=Line(constant=0.0, rate=_BF16 * 3 * inner + _FP32 * hidden),
-        recompute_forward_peak=Line(constant=0.0, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden),
-        layer_backward_peak=Line(constant=_BF16 * largest, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden),
+        recompute_forward_peak=Line(
+            constant=0.0, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden
+        ),
+        layer_backward_peak=Line(
+            constant=_BF16 * largest, rate=_BF16 * (3 * inner + 2 * hidden) + _FP32 * hidden
+        ),
         slice_backward_per_token=2 * _BF16 * query,
         context_per_token=2 * _BF16 * model.kv_size,
-        embedding_backward_peak=Line(constant=_BF16 * model.embedding_parameters, rate=_FP32 * hidden),
-        head_forward_peak=Line(constant=_BF16 * model.embedding_parameters, rate=2 * _FP32 * hidden),
+        embedding_backward_peak=Line(
+            constant=_BF16 * model.embedding_parameters, rate=_FP32 * hidden
+        ),
+        head_forward_peak=Line(
+            constant=_BF16 * model.embedding_parameters, rate=2 * _FP32 * hidden
+        ),
         head_backward_peak=Line(constant=0.0, rate=(_BF16 + 2 * _FP32) * hidden),
         logits_per_token=model.vocabulary_size * (_BF16 + 2 * _FP32),
         layer_split_per_token=_layer_split_bytes(model),

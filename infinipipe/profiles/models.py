@@ -83,7 +83,9 @@ def read_model(name: str) -> Model:
     if not isinstance(config, dict):
         raise InputError(f"{path}: not a Hugging Face config: a JSON object is expected")
     folder = path.parent.resolve()
-    return model_from_config(name, config, str(folder) if (folder / "tokenizer.json").is_file() else "bytes")
+    return model_from_config(
+        name, config, str(folder) if (folder / "tokenizer.json").is_file() else "bytes"
+    )
 
 
 def model_from_config(name: str, config: dict[str, Any], tokenizer: str = "bytes") -> Model:
@@ -91,18 +93,28 @@ def model_from_config(name: str, config: dict[str, Any], tokenizer: str = "bytes
     config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
-        raise InputError(f"{name}: architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        raise InputError(
+            f"{name}: architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
     read = _Reader(name, config)
     _refuse_unsegmentable(read)
     hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
     # What may be left out or null is written down, so that nobody else's default can differ.
-    config["num_key_value_heads"] = kv_heads = read.size("num_key_value_heads", _default_kv_heads(kind, config, heads))
-    config["head_dim"] = head_dim = read.size("head_dim", 128 if kind == "qwen3" else hidden // heads)
+    config["num_key_value_heads"] = kv_heads = read.size(
+        "num_key_value_heads", _default_kv_heads(kind, config, heads)
+    )
+    config["head_dim"] = head_dim = read.size(
+        "head_dim", 128 if kind == "qwen3" else hidden // heads
+    )
     config["tie_word_embeddings"] = read.flag("tie_word_embeddings")
     if heads % kv_heads:
-        raise InputError(f"{name}: {heads} attention heads cannot share {kv_heads} K/V heads evenly")
+        raise InputError(
+            f"{name}: {heads} attention heads cannot share {kv_heads} K/V heads evenly"
+        )
     if head_dim % 2:
-        raise InputError(f"{name}: head_dim {head_dim} is odd, which rotary embeddings do not allow")
+        raise InputError(
+            f"{name}: head_dim {head_dim} is odd, which rotary embeddings do not allow"
+        )
     return Model(
         name=name,
         config=json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False),
@@ -116,7 +128,9 @@ def model_from_config(name: str, config: dict[str, Any], tokenizer: str = "bytes
         head_dim=head_dim,
         vocabulary_size=read.size("vocab_size"),
         tied=config["tie_word_embeddings"],
-        layer_parameters=_layer_parameters(kind, read, hidden, heads * head_dim, kv_heads * head_dim, head_dim),
+        layer_parameters=_layer_parameters(
+            kind, read, hidden, heads * head_dim, kv_heads * head_dim, head_dim
+        ),
     )
 
 
@@ -130,13 +144,17 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-            raise InputError(f"{self.name}: {key} in the config must be a positive integer, not {value!r}")
+            raise InputError(
+                f"{self.name}: {key} in the config must be a positive integer, not {value!r}"
+            )
         return value
 
     def flag(self, key: str) -> bool:
         value = self.config.get(key)
         if not isinstance(value, bool | None):
-            raise InputError(f"{self.name}: {key} in the config must be true or false, not {value!r}")
+            raise InputError(
+                f"{self.name}: {key} in the config must be true or false, not {value!r}"
+            )
         return bool(value)
 
 
@@ -147,7 +165,9 @@ def _default_kv_heads(kind: str, config: dict[str, Any], heads: int) -> int:
     return 8 if kind == "mistral" else 32
 
 
-def _layer_parameters(kind: str, read: _Reader, hidden: int, query: int, kv: int, head_dim: int) -> int:
+def _layer_parameters(
+    kind: str, read: _Reader, hidden: int, query: int, kv: int, head_dim: int
+) -> int:
     inner = read.size("intermediate_size")
     attention = 2 * hidden * query + 2 * hidden * kv
     if kind == "qwen2":
@@ -155,7 +175,9 @@ def _layer_parameters(kind: str, read: _Reader, hidden: int, query: int, kv: int
     elif kind != "mistral" and read.flag("attention_bias"):
         attention += query + 2 * kv + hidden
     norms = 2 * hidden + (2 * head_dim if kind == "qwen3" else 0)
-    mlp = 3 * hidden * inner + (2 * inner + hidden if kind == "llama" and read.flag("mlp_bias") else 0)
+    mlp = 3 * hidden * inner + (
+        2 * inner + hidden if kind == "llama" and read.flag("mlp_bias") else 0
+    )
     return attention + mlp + norms
 
 
@@ -163,11 +185,15 @@ def _refuse_unsegmentable(read: _Reader) -> None:
     """Refuse what would be computed wrongly for a slice or a packed neighbour, or cannot be trained."""
     name, config = read.name, read.config
     if _has_window(read):
-        raise InputError(f"{name}: sliding-window attention is not supported; set sliding_window to null in its config")
+        raise InputError(
+            f"{name}: sliding-window attention is not supported; set sliding_window to null in its config"
+        )
     if config.get("attention_dropout"):
         raise InputError(f"{name}: attention_dropout is not supported; set it to 0 in its config")
     if config.get("quantization_config"):
-        raise InputError(f"{name}: a quantized model cannot be trained; give its unquantized original")
+        raise InputError(
+            f"{name}: a quantized model cannot be trained; give its unquantized original"
+        )
     for key in ("rope_scaling", "rope_parameters"):
         for kind in _rope_types(name, key, config.get(key)):
             if kind in ("dynamic", "longrope"):
@@ -185,7 +211,11 @@ def _has_window(read: _Reader) -> bool:
         return True
     used = read.config["model_type"] == "mistral" or read.flag("use_sliding_window")
     # Where it is used and left out, transformers takes 4096.
-    return used and read.config["model_type"] != "llama" and bool(read.config.get("sliding_window", 4096))
+    return (
+        used
+        and read.config["model_type"] != "llama"
+        and bool(read.config.get("sliding_window", 4096))
+    )
 
 
 def _rope_types(name: str, key: str, rope: object) -> list[object]:
@@ -194,5 +224,19 @@ def _rope_types(name: str, key: str, rope: object) -> list[object]:
         return []
     if not isinstance(rope, dict):
         raise InputError(f"{name}: {key} in the config must be an object, not {rope!r}")
-    nested = [kind for entry in rope.values() if isinstance(entry, dict) for kind in _rope_types(name, key, entry)]
+    nested = [
+        kind
+        for entry in rope.values()
+        if isinstance(entry, dict)
+        for kind in _rope_types(name, key, entry)
+    ]
     return [rope.get("rope_type", rope.get("type")), *nested]
+
+
+# Logits are computed for so many elements at a time: 256 MiB in float32.
+LOGITS_ELEMENTS = 2**26
+
+
+def logits_tokens(vocabulary_size: int) -> int:
+    """Return for how many tokens at most the head computes logits at a time."""
+    return min(1024, max(64, LOGITS_ELEMENTS // vocabulary_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -37,7 +37,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         """Refuse a curve that has no slope."""
         steps = zip(self.tokens, self.tokens[1:], strict=False)
-        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or any(a >= b for a, b in steps):
+        if (
+            len(self.tokens) < 2
+            or len(self.tokens) != len(self.seconds)
+            or any(a >= b for a, b in steps)
+        ):
             raise ValueError("a curve needs at least two ascending sizes and as many seconds")
 
 
@@ -64,7 +68,9 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     rate: float
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Times(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """Seconds on one device."""
 
     layer_forward: LayerTime
@@ -96,10 +102,14 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def __post_init__(self) -> None:
         """Refuse a price of I without one of W, or W without I."""
         if (self.layer_input_backward is None) != (self.layer_weight_backward is None):
-            raise ValueError("layer_input_backward and layer_weight_backward are both needed, or neither")
+            raise ValueError(
+                "layer_input_backward and layer_weight_backward are both needed, or neither"
+            )
 
 
-class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Bytes(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """Bytes on one device. Everything `_per_token` is per token of the chunk unless it says otherwise."""
 
     static_per_parameter: int
@@ -140,6 +150,7 @@ class Bytes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 SampleOp = Literal["forward", "backward", "recomputed"]
 """What was timed of a layer: F, B, or both together where the layer is recomputed."""
+SAMPLE_OPS: tuple[SampleOp, ...] = get_args(SampleOp)
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -203,7 +214,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def prices_split(self) -> bool:
         """Whether I and W have seconds and bytes."""
-        return self.times.layer_input_backward is not None and self.bytes.layer_split_per_token is not None
+        return (
+            self.times.layer_input_backward is not None
+            and self.bytes.layer_split_per_token is not None
+        )
 
 
 def pack_profile(profile: Profile) -> bytes:
@@ -237,14 +251,18 @@ def read_profile(path: Path) -> Profile:
             )
         return msgspec.json.decode(data, type=Profile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: not a profile: {error}; make one with `infinipipe profile`") from None
+        raise InputError(
+            f"{path}: not a profile: {error}; make one with `infinipipe profile`"
+        ) from None
 
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as indented JSON, complete or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(profile, order="sorted"), indent=2) + b"\n")
+        temporary.write_bytes(
+            msgspec.json.format(msgspec.json.encode(profile, order="sorted"), indent=2) + b"\n"
+        )
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; choose another file with --output") from None

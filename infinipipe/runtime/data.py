@@ -12,7 +12,7 @@ from torch import Tensor
 from infinipipe.dataset import IGNORED, Example
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, LossNorm, Sequence, Slice, Step
-from infinipipe.runtime.attention import KVStore, Segment, Segments
+from infinipipe.runtime.attention.chunk_attention import KVStore, Segment, Segments
 
 
 def chunk_segments(chunk: Chunk, step: Step, store: KVStore) -> Segments:
@@ -20,7 +20,15 @@ def chunk_segments(chunk: Chunk, step: Step, store: KVStore) -> Segments:
     table, first = [], 0
     for piece in chunk.slices:
         total = step.sequences[piece.sequence].length
-        table.append(Segment(first=first, length=piece.length, sequence=piece.sequence, start=piece.start, total=total))
+        table.append(
+            Segment(
+                first=first,
+                length=piece.length,
+                sequence=piece.sequence,
+                start=piece.start,
+                total=total,
+            )
+        )
         first += piece.length
     return Segments(table=tuple(table), store=store)
 
@@ -48,7 +56,9 @@ class StepData:
 
     def tokens(self, chunk: Chunk) -> Tensor:
         """Return (1, tokens) int64."""
-        return torch.from_numpy(np.concatenate([self._sequence(s)[0][s.start : s.stop] for s in chunk.slices]))[None]
+        return torch.from_numpy(
+            np.concatenate([self._sequence(s)[0][s.start : s.stop] for s in chunk.slices])
+        )[None]
 
     def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return each token's target, (tokens,) int64, and its weight in the loss, (tokens,) float32.
@@ -57,7 +67,9 @@ class StepData:
         and none crosses into the next sequence.
         """
         targets = np.concatenate([self._sequence(s)[1][s.start : s.stop] for s in chunk.slices])
-        weights = np.concatenate([np.full(s.length, self._weight(s), dtype=np.float32) for s in chunk.slices])
+        weights = np.concatenate(
+            [np.full(s.length, self._weight(s), dtype=np.float32) for s in chunk.slices]
+        )
         weights[targets == IGNORED] = 0
         return torch.from_numpy(targets), torch.from_numpy(weights)
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from infinipipe.errors import InfinipipeError, RunError
 from infinipipe.ir import Chunk, Header, Op, OpKind, Replica, Step
 from infinipipe.ir.text import show_op
-from infinipipe.runtime.attention import KVStore
+from infinipipe.runtime.attention.chunk_attention import KVStore
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.transport import Channel, Transport
@@ -105,7 +105,9 @@ class Executor:
             hidden = received = self._transport.receive(Channel.DOWNSTREAM).requires_grad_()
         segments = chunk_segments(chunk, self._step, self._store)
         recompute = self._replica.recompute[self._stage][index]
-        hidden = self._model.run_layers(hidden, chunk_positions(chunk).to(device), segments, recompute)
+        hidden = self._model.run_layers(
+            hidden, chunk_positions(chunk).to(device), segments, recompute
+        )
         assert tuple(hidden.shape) == self._shape(index), (
             f"the plan says {self._shape(index)}, the stage produced {tuple(hidden.shape)}"
         )

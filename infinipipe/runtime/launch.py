@@ -16,10 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    SignalException,
+    start_processes,
+)
 
 from infinipipe.errors import InfinipipeError, InputError, RunError
-from infinipipe.runtime.options import Run, RunOptions, prepare
+from infinipipe.runtime.prepare import Run, RunOptions, prepare
 
 # Long enough for a slow step, short enough that a lost peer that nobody reports is noticed.
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -86,7 +90,9 @@ def _start_workers(run: Run) -> None:
 def worker_environment(rank: int) -> None:
     """Prepare a worker process of this machine: its ranks talk over the loopback interface alone."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback)
+    os.environ.update(
+        LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME=loopback, NCCL_SOCKET_IFNAME=loopback
+    )
 
 
 def _backend(run: Run) -> str:
@@ -96,10 +102,14 @@ def _backend(run: Run) -> str:
 def _worker(run: Run, rank: int, scratch: Path) -> None:
     """Run one worker process. Ranks meet through a file, so that no port is opened for it."""
     worker_environment(rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the process that started this one ends it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all; the process that started this one ends it
     try:
         store = FileStore(str(scratch / "store"), run.num_ranks)
-        dist.init_process_group(_backend(run), store=store, rank=rank, world_size=run.num_ranks, timeout=TIMEOUT)
+        dist.init_process_group(
+            _backend(run), store=store, rank=rank, world_size=run.num_ranks, timeout=TIMEOUT
+        )
         _train(run)
         dist.destroy_process_group()
     except Exception as error:
@@ -111,7 +121,7 @@ def _worker(run: Run, rank: int, scratch: Path) -> None:
 
 def _train(run: Run) -> None:
     # Imported by workers only: transformers takes seconds, and the process that starts them does not need it.
-    from infinipipe.runtime.trainer import train
+    from infinipipe.runtime.worker import train
 
     train(run)
 
@@ -140,7 +150,11 @@ def _collect(rank: int, exit_code: int, scratch: Path) -> InfinipipeError:
         failure = pickle.loads(report.read_bytes())
         assert isinstance(failure, InfinipipeError)
         return failure
-    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    how = (
+        f"was killed by signal {-exit_code}"
+        if exit_code < 0
+        else f"ended with exit code {exit_code}"
+    )
     return RunError(
         f"rank {rank} {how}; if the machine ran out of memory, compile with a lower --memory or more --stages"
     )

@@ -16,7 +16,9 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int
+    ) -> Tensor:
         assert weight.grad is not None, "the stage allocates gradients before its first op"
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
@@ -44,7 +46,9 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden * grad, None, None, None, None
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int) -> Tensor:
+def head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, piece: int
+) -> Tensor:
     """Return the weighted sum of token losses, a float32 scalar; its backward must run exactly once, with gradient 1.
 
     Args:

@@ -81,7 +81,9 @@ class CudaMemory:
 
 
 @contextmanager
-def track_memory(device: torch.device, tensors: Iterable[Tensor]) -> Iterator[CpuMemory | CudaMemory]:
+def track_memory(
+    device: torch.device, tensors: Iterable[Tensor]
+) -> Iterator[CpuMemory | CudaMemory]:
     """Count bytes within the block; `tensors` are alive already."""
     if device.type == "cuda":
         yield CudaMemory()

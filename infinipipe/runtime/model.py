@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Model, Stage
-from infinipipe.runtime.attention import ATTENTION_NAME, Segments, chunk_attention
+from infinipipe.runtime.attention.chunk_attention import ATTENTION_NAME, Segments, chunk_attention
 from infinipipe.runtime.loss import head_loss
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -65,7 +65,10 @@ class StageModel(nn.Module):
             whole.lm_head.weight = whole.model.embed_tokens.weight
         self.whole = whole
         self.device = device
-        self.layers = [whole.model.layers[i] for i in range(stage.first_layer, stage.first_layer + stage.num_layers)]
+        self.layers = [
+            whole.model.layers[i]
+            for i in range(stage.first_layer, stage.first_layer + stage.num_layers)
+        ]
         self.train()
 
     @staticmethod
@@ -89,7 +92,10 @@ class StageModel(nn.Module):
             if not any(True for _ in module.parameters(recurse=False)):
                 continue
             if name == "lm_head" and self.whole.config.tie_word_embeddings:
-                name, module = "model.embed_tokens", nn.Embedding.from_pretrained(module.weight.detach())
+                name, module = (
+                    "model.embed_tokens",
+                    nn.Embedding.from_pretrained(module.weight.detach()),
+                )
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(_name_seed(seed, name))
                 self.whole._init_weights(module)
@@ -125,7 +131,9 @@ class StageModel(nn.Module):
         embedded: Tensor = self.whole.model.embed_tokens(tokens)
         return embedded
 
-    def run_layers(self, hidden: Tensor, positions: Tensor, segments: Segments, recompute: int) -> Tensor:
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, segments: Segments, recompute: int
+    ) -> Tensor:
         """Run the layers on (1, tokens, hidden size), the first `recompute` of them without keeping activations."""
         rotary = self.whole.model.rotary_emb(hidden, positions)
         for index, layer in enumerate(self.layers):
@@ -159,17 +167,25 @@ def check_checkpoint(model: Model, directory: Path) -> None:
         found = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{directory}: no readable config.json: {error}") from None
-    _check_config(_config(str(directory), found), _config(model.name, json.loads(model.config)), directory)
+    _check_config(
+        _config(str(directory), found), _config(model.name, json.loads(model.config)), directory
+    )
     files = _weight_files(directory)
     for name, parameter in _whole_model(model).named_parameters():
         source = _source(directory, files, name, model.tied)
         with _open_weights(files[source]) as file:
             piece = file.get_slice(source)
-            _check_weight(directory, name, tuple(piece.get_shape()), tuple(parameter.shape), piece.get_dtype())
+            _check_weight(
+                directory, name, tuple(piece.get_shape()), tuple(parameter.shape), piece.get_dtype()
+            )
 
 
 def _check_config(theirs: dict[str, Any], ours: dict[str, Any], directory: Path) -> None:
-    differ = [k for k in sorted(ours.keys() | theirs.keys()) if k not in _NOT_SHAPE and ours.get(k) != theirs.get(k)]
+    differ = [
+        k
+        for k in sorted(ours.keys() | theirs.keys())
+        if k not in _NOT_SHAPE and ours.get(k) != theirs.get(k)
+    ]
     if differ:
         key = differ[0]
         raise InputError(
@@ -242,9 +258,15 @@ def _source(directory: Path, files: dict[str, Path], name: str, tied: bool) -> s
     return source
 
 
-def _check_weight(directory: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...], dtype: str) -> None:
+def _check_weight(
+    directory: Path, name: str, found: tuple[int, ...], expected: tuple[int, ...], dtype: str
+) -> None:
     if found != expected:
         shapes = f"{found} in the checkpoint, {expected} in the plan's model"
-        raise InputError(f"{directory}: weight {name} has shape {shapes}; give the --model the plan was made for")
+        raise InputError(
+            f"{directory}: weight {name} has shape {shapes}; give the --model the plan was made for"
+        )
     if dtype not in _DTYPES:
-        raise InputError(f"{directory}: weight {name} is {dtype}; only {', '.join(_DTYPES)} can be trained")
+        raise InputError(
+            f"{directory}: weight {name} is {dtype}; only {', '.join(_DTYPES)} can be trained"
+        )

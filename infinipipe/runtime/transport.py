@@ -54,7 +54,9 @@ class DistributedTransport:
         rank: this process; its neighbours in the pipeline are `rank - 1` and `rank + 1`.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], rank: int, device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[dist.ProcessGroup], rank: int, device: torch.device
+    ) -> None:
         self._groups = groups
         self._sources = rank - 1, rank + 1
         self._targets = rank + 1, rank - 1
@@ -91,7 +93,9 @@ class DistributedTransport:
     def _post(self, channel: Channel) -> None:
         if self._expected[channel]:
             tensor = torch.empty(self._expected[channel].popleft(), device=self._device)
-            work = dist.irecv(tensor, self._sources[channel.value], group=self._groups[channel.value])
+            work = dist.irecv(
+                tensor, self._sources[channel.value], group=self._groups[channel.value]
+            )
             assert work is not None
             self._posted[channel] = tensor, work
 
@@ -104,7 +108,9 @@ class DistributedTransport:
 class LoopbackTransport:
     """The same within one process whose stages are threads: tests and profiling use it."""
 
-    def __init__(self, sources: Sequence[queue.Queue[Tensor]], targets: Sequence[queue.Queue[Tensor]]) -> None:
+    def __init__(
+        self, sources: Sequence[queue.Queue[Tensor]], targets: Sequence[queue.Queue[Tensor]]
+    ) -> None:
         self._sources, self._targets = sources, targets
         self._expected: dict[Channel, deque[tuple[int, ...]]] = {}
 
@@ -113,7 +119,9 @@ class LoopbackTransport:
         """Return the transports of a pipeline's stages."""
         down: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(num_stages + 1)]
         up: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(num_stages + 1)]
-        return [LoopbackTransport((down[s], up[s + 1]), (down[s + 1], up[s])) for s in range(num_stages)]
+        return [
+            LoopbackTransport((down[s], up[s + 1]), (down[s + 1], up[s])) for s in range(num_stages)
+        ]
 
     def begin(self, channel: Channel, shapes: Iterable[tuple[int, ...]]) -> None:
         """See `Transport`."""
@@ -123,7 +131,9 @@ class LoopbackTransport:
         """See `Transport`."""
         tensor = self._sources[channel.value].get(timeout=LOOPBACK_TIMEOUT_S)
         expected = self._expected[channel].popleft()
-        assert tuple(tensor.shape) == expected, f"received {tuple(tensor.shape)}, the plan says {expected}"
+        assert tuple(tensor.shape) == expected, (
+            f"received {tuple(tensor.shape)}, the plan says {expected}"
+        )
         return tensor
 
     def send(self, channel: Channel, tensor: Tensor) -> None:

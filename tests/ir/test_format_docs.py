@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from infinipipe.ir import FORMAT_VERSION, Header, Replica, Search, Step, show_program
-from infinipipe.ir.layout import TRAILER_BYTES, Index, Totals
+from infinipipe.ir.file.encoding import TRAILER_BYTES, Index, Totals
 from infinipipe.ir.plan import DatasetInfo, Model, Stage
 from tests.plans import make_header, make_model, write_plan
 
@@ -26,7 +26,12 @@ def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
     assert len(EXAMPLE.splitlines()) <= 15
     assert set(re.findall(r"import (\w+)", EXAMPLE)) == {"msgpack"}
     result = subprocess.run(
-        [sys.executable, "-c", EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", EXAMPLE],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     lines = result.stdout.splitlines()
     assert lines[0] == "3 stages, 2 steps, by-hand"
@@ -34,16 +39,25 @@ def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
     assert "[(16, 24, 24), (0, 7, 7)]" in lines
 
 
-@pytest.mark.parametrize("struct", [Header, Step, Replica, Search, Index, Totals, Model, Stage, DatasetInfo])
+@pytest.mark.parametrize(
+    "struct", [Header, Step, Replica, Search, Index, Totals, Model, Stage, DatasetInfo]
+)
 def test_every_field_is_documented(struct: type[Header]) -> None:
     missing = [name for name in struct.__struct_fields__ if f"`{name}`" not in TEXT]
     assert not missing
 
 
 def test_digests_can_be_computed_without_us(tmp_path: Path) -> None:
-    costs = {"s_per_pair": 2.6e-07, "tokens": [1, 200, 70_000], "model": make_model(), "dtype": "float32"}
+    costs = {
+        "s_per_pair": 2.6e-07,
+        "tokens": [1, 200, 70_000],
+        "model": make_model(),
+        "dtype": "float32",
+    }
     profile = msgspec.msgpack.encode(costs)
-    header = make_header(profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
+    header = make_header(
+        profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest()
+    )
     write_plan(tmp_path / "plan", header)
     with (tmp_path / "plan").open("rb") as file:
         found = next(iter(msgpack.Unpacker(file)))

@@ -17,8 +17,8 @@ import pytest
 
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Header, PlanWriter, Step, open_plan
-from infinipipe.ir.layout import Index, make_trailer
-from infinipipe.ir.verify import verify_plan
+from infinipipe.ir.file.check import verify_plan
+from infinipipe.ir.file.encoding import Index, make_trailer
 from tests.plans import make_header, make_model, make_step, write_plan
 
 
@@ -144,7 +144,13 @@ def test_names_with_line_breaks_stay_on_one_line(tmp_path: Path) -> None:
 
 
 def test_foreign_files_are_refused(path: Path) -> None:
-    for data in (b"\x00" * 500, b"PK\x03\x04", b'{"format_version": 1}', msgpack.packb({"a": 1}), os.urandom(1000)):
+    for data in (
+        b"\x00" * 500,
+        b"PK\x03\x04",
+        b'{"format_version": 1}',
+        msgpack.packb({"a": 1}),
+        os.urandom(1000),
+    ):
         path.write_bytes(data)
         assert "not a plan file" in refused(path)
 
@@ -199,7 +205,14 @@ def test_random_splices_are_refused(path: Path) -> None:
         a, b, c = sorted(draw.sample(range(len(data) + 1), 3))
         first, second = data[a:b], data[b:c]
         middle = draw.choice(
-            (first, second, first + first + second, second + first, b"\x00" * (c - a), draw.randbytes(c - a))
+            (
+                first,
+                second,
+                first + first + second,
+                second + first,
+                b"\x00" * (c - a),
+                draw.randbytes(c - a),
+            )
         )
         spliced = data[:a] + middle + data[c:]
         if spliced != data:
@@ -228,7 +241,9 @@ def test_unknown_fields_are_refused(path: Path) -> None:
     assert "unknown field `colour\\n`" in refused(path)
     assert isinstance(steps[0], dict)
     rewrite(path, [header, steps[0] | {"extra": 1}, steps[1]])
-    assert "its step 0 is not as the format says: Object contains unknown field `extra`" in refused(path)
+    assert "its step 0 is not as the format says: Object contains unknown field `extra`" in refused(
+        path
+    )
 
 
 def test_wrong_number_or_order_of_steps_is_refused(path: Path) -> None:
@@ -393,7 +408,8 @@ def test_resume_with_other_inputs_names_them_and_keeps_the_file(path: Path, head
     data = interrupted(path, header, 2)
     other = msgspec.structs.replace(header, seed=1, profile_sha256="1" * 64)
     with pytest.raises(
-        PlanFileError, match=r"partial: was begun with another seed, profile_sha256; .* without --resume"
+        PlanFileError,
+        match=r"partial: was begun with another seed, profile_sha256; .* without --resume",
     ):
         resume(path, other)
     assert path.with_name(PARTIAL).read_bytes() == data
@@ -427,12 +443,16 @@ def test_two_writers_of_one_plan_are_refused(path: Path, header: Header, whole: 
     assert path.read_bytes() == whole
 
 
-def test_a_full_disk_is_one_clear_error(path: Path, header: Header, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_clear_error(
+    path: Path, header: Header, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PlanFileError, match="No space left on device; choose another file with --output"):
+    with pytest.raises(
+        PlanFileError, match="No space left on device; choose another file with --output"
+    ):
         write_plan(path, header)
     assert os.listdir(path.parent) == []
 
@@ -443,7 +463,9 @@ def test_headers_that_would_fill_the_memory_are_not_decoded(path: Path) -> None:
     header, *steps = objects_of(path)[:-2]
     assert isinstance(header, dict)
     size = 20 * 2**20
-    fields = b"".join(msgpack.packb(part) for pair in header.items() if pair[0] != "profile" for part in pair)
+    fields = b"".join(
+        msgpack.packb(part) for pair in header.items() if pair[0] != "profile" for part in pair
+    )
     profile = b"\x81\xa1a\xdd" + size.to_bytes(4) + b"\x90" * size
     start = b"\xde" + len(header).to_bytes(2)
     rewrite(path, [start + fields + msgpack.packb("profile") + profile, *steps])
@@ -456,9 +478,15 @@ def test_headers_that_would_fill_the_memory_are_not_decoded(path: Path) -> None:
 
 
 def test_plans_that_nobody_could_read_are_not_written(path: Path) -> None:
-    profile = msgspec.msgpack.encode({"model": make_model(), "dtype": "float32", "samples": [0] * 2**20})
-    header = make_header(profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
-    with pytest.raises(PlanFileError, match=r"the header has 104.* bytes, more than 1048576; .* with --profile"):
+    profile = msgspec.msgpack.encode(
+        {"model": make_model(), "dtype": "float32", "samples": [0] * 2**20}
+    )
+    header = make_header(
+        profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest()
+    )
+    with pytest.raises(
+        PlanFileError, match=r"the header has 104.* bytes, more than 1048576; .* with --profile"
+    ):
         write_plan(path, header)
     assert os.listdir(path.parent) == []
 
@@ -472,7 +500,9 @@ def test_totals_are_finite(path: Path) -> None:
         assert "its totals are not finite" in refused(path)
 
 
-def test_a_step_for_which_memory_does_not_suffice_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_for_which_memory_does_not_suffice_is_one_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_plan(path)
 
     def full(*_: object, **__: object) -> None:

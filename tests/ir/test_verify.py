@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from infinipipe.costs.simulate import simulate
 from infinipipe.errors import VerifyError
 from infinipipe.ir import (
     Chunk,
@@ -35,9 +36,8 @@ from infinipipe.ir import (
     verify_plan,
     verify_step,
 )
+from infinipipe.ir.file.store import PlanWriter
 from infinipipe.ir.plan import OpKind
-from infinipipe.ir.store import PlanWriter
-from infinipipe.planner.simulate import simulate
 from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
@@ -72,7 +72,9 @@ def with_item(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
 
 
 def with_slices(chunk: int, *slices: Slice, number: int = 1) -> Step:
-    return with_replica(number, chunks=with_item(STEP.replicas[number].chunks, chunk, Chunk(slices)))
+    return with_replica(
+        number, chunks=with_item(STEP.replicas[number].chunks, chunk, Chunk(slices))
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
@@ -112,20 +114,52 @@ def test_the_fixture_is_what_the_mutations_expect() -> None:
 
 
 PROGRAM_MUTATIONS = {
-    "two F swapped": (1, "1F1 1F0 1F2 1B2 1B1 1B0", "stage 1: op 1F1 comes before the slice before it, chunk 0"),
-    "chain backward reversed": (1, "1F0 1F1 1F2 1B0 1B1 1B2", "op 1B0 comes before the slice after it, chunk 1"),
-    "B before its F": (2, "2F0 2F1 2B2 2F2 2B1 2B0", "stage 2: op 2B2 comes before 2F2: 2F0 2F1 >>2B2<< 2F2 2B1 2B0"),
+    "two F swapped": (
+        1,
+        "1F1 1F0 1F2 1B2 1B1 1B0",
+        "stage 1: op 1F1 comes before the slice before it, chunk 0",
+    ),
+    "chain backward reversed": (
+        1,
+        "1F0 1F1 1F2 1B0 1B1 1B2",
+        "op 1B0 comes before the slice after it, chunk 1",
+    ),
+    "B before its F": (
+        2,
+        "2F0 2F1 2B2 2F2 2B1 2B0",
+        "stage 2: op 2B2 comes before 2F2: 2F0 2F1 >>2B2<< 2F2 2B1 2B0",
+    ),
     "F missing": (0, "0F0 0F1 0B2 0B1 0B0", "stage 0: op 0F2 is missing: ... 0B2 0B1 0B0 >>end<<"),
     "B missing": (0, "0F0 0F1 0F2 0B2 0B1", "stage 0: op 0B0 is missing: ... 0F2 0B2 0B1 >>end<<"),
-    "F twice": (1, "1F0 1F1 1F2 1F0 1B2 1B1 1B0", "op 1F0 comes twice, first at position 0: 1F0 1F1 1F2 >>1F0<<"),
+    "F twice": (
+        1,
+        "1F0 1F1 1F2 1F0 1B2 1B1 1B0",
+        "op 1F0 comes twice, first at position 0: 1F0 1F1 1F2 >>1F0<<",
+    ),
     "B twice": (1, "1F0 1F1 1F2 1B2 1B1 1B0 1B0", "op 1B0 comes twice, first at position 5"),
-    "chunk that is not there": (1, "1F0 1F1 1F2 1B2 1B1 1B3", "op 1B3 is of no chunk, there are 3: ... 1F2 1B2"),
+    "chunk that is not there": (
+        1,
+        "1F0 1F1 1F2 1B2 1B1 1B3",
+        "op 1B3 is of no chunk, there are 3: ... 1F2 1B2",
+    ),
     "huge chunk": (1, "1F1000000000 1F1 1F2 1B2 1B1 1B0", "op 1F1000000000 is of no chunk"),
-    "B beside W": (2, "2F0 2F1 2F2 2B2 2B1 2W1 2B0", "op 2B1 stands beside an I or a W of its chunk"),
-    "B beside I": (2, "2F0 2F1 2F2 2B2 2B1 2I1 2B0", "op 2B1 stands beside an I or a W of its chunk"),
+    "B beside W": (
+        2,
+        "2F0 2F1 2F2 2B2 2B1 2W1 2B0",
+        "op 2B1 stands beside an I or a W of its chunk",
+    ),
+    "B beside I": (
+        2,
+        "2F0 2F1 2F2 2B2 2B1 2I1 2B0",
+        "op 2B1 stands beside an I or a W of its chunk",
+    ),
     "I without W": (2, "2F0 2F1 2F2 2I2 2B1 2B0", "stage 2: op 2W2 is missing"),
     "W without I": (2, "2F0 2F1 2F2 2W2 2B1 2B0", "stage 2: op 2I2 is missing"),
-    "W before I": (2, "2F0 2F1 2F2 2W2 2I2 2B1 2B0", "op 2W2 comes before 2I2: 2F0 2F1 2F2 >>2W2<< 2I2 2B1 2B0"),
+    "W before I": (
+        2,
+        "2F0 2F1 2F2 2W2 2I2 2B1 2B0",
+        "op 2W2 comes before 2I2: 2F0 2F1 2F2 >>2W2<< 2I2 2B1 2B0",
+    ),
     "I before F": (2, "2F0 2F1 2I2 2F2 2W2 2B1 2B0", "op 2I2 comes before 2F2"),
     "empty program": (2, "", "stage 2: op 2F0 is missing: >>end<<"),
 }
@@ -167,13 +201,22 @@ def test_deadlock_is_named_on_all_its_stages() -> None:
     """Stage 1 waits for a gradient before its F, on which stage 2's B of the same chain waits."""
     header = make_header(num_stages=2)
     step = make_step(header, lengths=(16, 16, 16, 16, 16))
-    order = {0: "0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4", 1: "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4"}
+    order = {
+        0: "0F0 0F1 0F2 0F3 0F4 0B0 0B1 0B2 0B3 0B4",
+        1: "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4",
+    }
     for stage, text in order.items():
         step = with_program(stage, text, number=0, step=step)
     message = refused(step, header)
     assert message.startswith("step 0, replica 0, stage ")
-    assert "op 0F3 waits for stage 1 to post its receive: 0F0 0F1 0F2 >>0F3<< 0F4 0B0 0B1 ..." in message
-    assert "op 1B1 waits for stage 0 to post its receive: 1F0 1B0 1F1 >>1B1<< 1F2 1B2 1F3 ..." in message
+    assert (
+        "op 0F3 waits for stage 1 to post its receive: 0F0 0F1 0F2 >>0F3<< 0F4 0B0 0B1 ..."
+        in message
+    )
+    assert (
+        "op 1B1 waits for stage 0 to post its receive: 1F0 1B0 1F1 >>1B1<< 1F2 1B2 1F3 ..."
+        in message
+    )
 
 
 def test_a_backward_needed_before_its_forward_was_sent_is_a_deadlock() -> None:
@@ -196,29 +239,63 @@ def mutated_slices() -> Iterator[tuple[str, Step, str]]:
         with_slices(1, Slice(1, 15, 17)),
         "chunk 1: sequence 1 [15, 32) overlaps the slice before: >>1[15,32)<<",
     )
-    yield "gap", with_slices(1, Slice(1, 17, 15)), "chunk 1: sequence 1 [17, 32) leaves tokens from 16 out"
-    yield "twice", with_slices(2, *last, last[2]), "[0, 1) overlaps the slice before: ... 3[0,3) 5[0,1) >>5[0,1)<<"
-    yield "empty slice", with_slices(2, Slice(1, 40, 0), *last), "chunk 2: sequence 1 [40, 40) is empty or outside"
+    yield (
+        "gap",
+        with_slices(1, Slice(1, 17, 15)),
+        "chunk 1: sequence 1 [17, 32) leaves tokens from 16 out",
+    )
+    yield (
+        "twice",
+        with_slices(2, *last, last[2]),
+        "[0, 1) overlaps the slice before: ... 3[0,3) 5[0,1) >>5[0,1)<<",
+    )
+    yield (
+        "empty slice",
+        with_slices(2, Slice(1, 40, 0), *last),
+        "chunk 2: sequence 1 [40, 40) is empty or outside",
+    )
     yield (
         "negative length",
         with_slices(2, Slice(1, 40, -8), *last),
         "sequence 1 [40, 32) is empty or outside its 40 tokens",
     )
-    yield "negative start", with_slices(0, Slice(1, -1, 17)), "chunk 0: sequence 1 [-1, 16) is empty or outside"
-    yield "beyond", with_slices(2, Slice(1, 32, 9), *last[1:]), "sequence 1 [32, 41) is empty or outside its 40 tokens"
+    yield (
+        "negative start",
+        with_slices(0, Slice(1, -1, 17)),
+        "chunk 0: sequence 1 [-1, 16) is empty or outside",
+    )
+    yield (
+        "beyond",
+        with_slices(2, Slice(1, 32, 9), *last[1:]),
+        "sequence 1 [32, 41) is empty or outside its 40 tokens",
+    )
     yield (
         "no sequence",
         with_slices(2, *last, Slice(6, 0, 1)),
         "chunk 2: there is no sequence 6: ... 3[0,3) 5[0,1) >>6[0,1)<<",
     )
-    yield "huge sequence", with_slices(2, *last, Slice(2**63, 0, 1)), f"there is no sequence {2**63}"
-    yield "negative sequence", with_slices(2, *last, Slice(-1, 0, 1)), "chunk 2: there is no sequence -1"
+    yield (
+        "huge sequence",
+        with_slices(2, *last, Slice(2**63, 0, 1)),
+        f"there is no sequence {2**63}",
+    )
+    yield (
+        "negative sequence",
+        with_slices(2, *last, Slice(-1, 0, 1)),
+        "chunk 2: there is no sequence -1",
+    )
     yield "no slices", with_slices(2), "chunk 2: it has no slice"
     halves = (Slice(1, 0, 8), Slice(1, 8, 8))
-    yield "two parts", with_slices(0, *halves), "[8, 16) are both parts of a sequence: 1[0,8) >>1[8,16)<<"
+    yield (
+        "two parts",
+        with_slices(0, *halves),
+        "[8, 16) are both parts of a sequence: 1[0,8) >>1[8,16)<<",
+    )
 
 
-@pytest.mark.parametrize(("step", "expected"), [pytest.param(s, e, id=name) for name, s, e in mutated_slices()])
+@pytest.mark.parametrize(
+    ("step", "expected"), [pytest.param(s, e, id=name) for name, s, e in mutated_slices()]
+)
 def test_corrupt_slices_are_refused(step: Step, expected: str) -> None:
     message = refused(step)
     assert message.startswith("step 2")
@@ -232,15 +309,21 @@ def test_a_sequence_in_two_replicas_is_refused() -> None:
     first = replace(FIRST, chunks=(*FIRST.chunks[:2], Chunk((Slice(2, 0, 5), Slice(1, 32, 8)))))
     moved = with_slices(2, *SECOND.chunks[2].slices[1:])
     message = refused(replace(moved, replicas=(first, moved.replicas[1])))
-    assert "sequence 1 is also in replica 0" in message or "sequence 1 is also in replica 1" in message
+    assert (
+        "sequence 1 is also in replica 0" in message or "sequence 1 is also in replica 1" in message
+    )
 
 
 def with_sequence(at: int, **changes: int) -> Step:
-    return replace(STEP, sequences=with_item(STEP.sequences, at, replace(STEP.sequences[at], **changes)))
+    return replace(
+        STEP, sequences=with_item(STEP.sequences, at, replace(STEP.sequences[at], **changes))
+    )
 
 
 def with_prediction(stage: int, **changes: Any) -> Step:
-    return with_replica(predicted=with_item(SECOND.predicted, stage, replace(SECOND.predicted[stage], **changes)))
+    return with_replica(
+        predicted=with_item(SECOND.predicted, stage, replace(SECOND.predicted[stage], **changes))
+    )
 
 
 def with_recompute(stage: int, chunk: int, count: int) -> Step:
@@ -253,7 +336,11 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
     ("index", replace(STEP, index=4), "step 4: the plan has steps 0 to 3"),
     ("negative index", replace(STEP, index=-1), "step -1: the plan has steps 0 to 3"),
     ("no sequence", replace(STEP, sequences=()), "step 2: 0 sequences in a batch of 8"),
-    ("too many", replace(STEP, sequences=STEP.sequences * 2), "step 2: 12 sequences in a batch of 8"),
+    (
+        "too many",
+        replace(STEP, sequences=STEP.sequences * 2),
+        "step 2: 12 sequences in a batch of 8",
+    ),
     ("length 0", with_sequence(5, length=0), "step 2: sequence 5 has 0 tokens"),
     ("too long", with_sequence(5, length=2**31), "sequence 5 has 2147483648 tokens"),
     ("targets", with_sequence(0, num_targets=7), "step 2: sequence 0 has 7 targets in 7 tokens"),
@@ -261,19 +348,43 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
     ("row", with_sequence(0, row=100), "sequence 0 is row 100 of a dataset of 100"),
     ("negative row", with_sequence(0, row=-1), "sequence 0 is row -1"),
     ("row twice", with_sequence(3, row=STEP.sequences[0].row), "sequence 3 repeats row 16"),
-    ("denominator", replace(STEP, denominator=73), "step 2: the denominator is 73; its sequences give 74"),
-    ("other targets", with_sequence(0, num_targets=5), "the denominator is 74; its sequences give 73"),
+    (
+        "denominator",
+        replace(STEP, denominator=73),
+        "step 2: the denominator is 73; its sequences give 74",
+    ),
+    (
+        "other targets",
+        with_sequence(0, num_targets=5),
+        "the denominator is 74; its sequences give 73",
+    ),
     ("nan", replace(STEP, makespan_s=NAN), "expected 0 to 1e+12"),
     ("inf", replace(STEP, step_s=INF), "expected 0 to 1e+12"),
     ("for ever", replace(STEP, step_s=1e308), "expected 0 to 1e+12"),
     ("negative", replace(STEP, bound_s=-1.0), "expected 0 to 1e+12"),
     ("bound over makespan", replace(STEP, bound_s=1.1), "must not fall"),
     ("makespan over step", replace(STEP, step_s=0.9), "must not fall"),
-    ("replica missing", replace(STEP, replicas=STEP.replicas[:1]), "step 2: 1 replicas; the header has 2"),
-    ("program missing", with_replica(programs=SECOND.programs[:2]), "replica 1, stage 2: programs of 2 stages"),
-    ("program more", with_replica(programs=(*SECOND.programs, ())), "replica 1, stage 3: programs of 4 stages"),
+    (
+        "replica missing",
+        replace(STEP, replicas=STEP.replicas[:1]),
+        "step 2: 1 replicas; the header has 2",
+    ),
+    (
+        "program missing",
+        with_replica(programs=SECOND.programs[:2]),
+        "replica 1, stage 2: programs of 2 stages",
+    ),
+    (
+        "program more",
+        with_replica(programs=(*SECOND.programs, ())),
+        "replica 1, stage 3: programs of 4 stages",
+    ),
     ("recompute missing", with_replica(recompute=()), "replica 1, stage 0: recompute of 0 stages"),
-    ("count missing", with_replica(recompute=((0, 0), *SECOND.recompute[1:])), "stage 0: 2 recompute counts"),
+    (
+        "count missing",
+        with_replica(recompute=((0, 0), *SECOND.recompute[1:])),
+        "stage 0: 2 recompute counts",
+    ),
     ("predictions missing", with_replica(predicted=()), "stage 0: predicted of 0 stages"),
     (
         "recompute too many",
@@ -281,26 +392,44 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
         "stage 1: op 1B2 recomputes 4 of 3 layers: 1F0 1F1 1F2 >>1B2<< 1B1 1B0",
     ),
     ("recompute negative", with_recompute(2, 0, -1), "stage 2: op 2B0 recomputes -1 of 2 layers"),
-    ("peak", with_prediction(1, peak_bytes=10**9 + 1), "stage 1: a predicted peak of 1000000001 bytes"),
+    (
+        "peak",
+        with_prediction(1, peak_bytes=10**9 + 1),
+        "stage 1: a predicted peak of 1000000001 bytes",
+    ),
     ("negative peak", with_prediction(1, peak_bytes=-1), "stage 1: a predicted peak of -1 bytes"),
     ("busy nan", with_prediction(2, busy_s=NAN), "stage 2: predicted times"),
-    ("recompute over busy", with_prediction(0, recompute_s=0.6), "stage 0: recompute, busy and bubble"),
+    (
+        "recompute over busy",
+        with_prediction(0, recompute_s=0.6),
+        "stage 0: recompute, busy and bubble",
+    ),
     ("busy over makespan", with_prediction(0, busy_s=0.6), "in a makespan of 1.0"),
 ]
 
 
-@pytest.mark.parametrize(("step", "expected"), [pytest.param(s, e, id=name) for name, s, e in STEP_MUTATIONS])
+@pytest.mark.parametrize(
+    ("step", "expected"), [pytest.param(s, e, id=name) for name, s, e in STEP_MUTATIONS]
+)
 def test_corrupt_steps_are_refused(step: Step, expected: str) -> None:
     assert expected in refused(step)
 
 
 def test_max_length_and_kernel_sizes() -> None:
-    assert "sequence 1 has 40 tokens; expected 1 to 39" in refused(STEP, replace(HEADER, max_length=39))
+    assert "sequence 1 has 40 tokens; expected 1 to 39" in refused(
+        STEP, replace(HEADER, max_length=39)
+    )
     verify_step(replace(HEADER, max_length=40), STEP)
-    wide = replace(HEADER, model=replace(HEADER.model, num_heads=2**20, num_kv_heads=2**20, head_dim=128))
-    assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(STEP, wide)
+    wide = replace(
+        HEADER, model=replace(HEADER.model, num_heads=2**20, num_kv_heads=2**20, head_dim=128)
+    )
+    assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(
+        STEP, wide
+    )
     wide = replace(HEADER, model=replace(HEADER.model, intermediate_size=2**27))
-    assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(STEP, wide)
+    assert "replica 0, chunk 0: 16 tokens, context 16: too large for 32-bit kernels" in refused(
+        STEP, wide
+    )
     verify_step(replace(HEADER, model=replace(HEADER.model, intermediate_size=2**27 - 1)), STEP)
 
 
@@ -316,11 +445,15 @@ def test_a_step_without_targets_is_valid() -> None:
 
 
 def with_stage(at: int, **changes: Any) -> Header:
-    return replace(HEADER, stages=with_item(HEADER.stages, at, replace(HEADER.stages[at], **changes)))
+    return replace(
+        HEADER, stages=with_item(HEADER.stages, at, replace(HEADER.stages[at], **changes))
+    )
 
 
 def with_profile(profile: bytes) -> Header:
-    return replace(HEADER, profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest())
+    return replace(
+        HEADER, profile=msgspec.Raw(profile), profile_sha256=hashlib.sha256(profile).hexdigest()
+    )
 
 
 CONTRADICTIONS = {
@@ -341,44 +474,102 @@ def with_dataset(**changes: Any) -> Header:
 
 
 def with_config(key: str, value: object) -> Header:
-    return make_header(num_stages=3, model=make_model(config=msgspec.json.encode({key: value}).decode()))
+    return make_header(
+        num_stages=3, model=make_model(config=msgspec.json.encode({key: value}).decode())
+    )
 
 
 HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
     ("version", replace(HEADER, format_version=2), "format 2, not 1"),
     ("no stage", replace(HEADER, stages=()), "no stage"),
-    ("gap", with_stage(1, first_layer=4), "stage 1 has 3 layers from 4; expected at least one, from 3"),
+    (
+        "gap",
+        with_stage(1, first_layer=4),
+        "stage 1 has 3 layers from 4; expected at least one, from 3",
+    ),
     ("empty stage", with_stage(1, num_layers=0), "stage 1 has 0 layers"),
     ("layers missing", with_stage(2, num_layers=1), "the stages hold 7 layers, the model has 8"),
     ("two embeddings", with_stage(1, embedding=True), "stage 1: the first stage embeds"),
-    ("no head", with_stage(2, head=False), "stage 2: the first stage embeds, the last has the head"),
+    (
+        "no head",
+        with_stage(2, head=False),
+        "stage 2: the first stage embeds, the last has the head",
+    ),
     ("replicas", replace(HEADER, num_replicas=0), "num_replicas is 0"),
     ("batch", replace(HEADER, batch_size=0), "batch_size is 0"),
     ("steps", replace(HEADER, num_steps=0), "num_steps is 0"),
     ("max length", replace(HEADER, max_length=0), "max_length is 0"),
     ("logits", replace(HEADER, logits_tokens=0), "logits_tokens is 0"),
-    ("many logits", replace(HEADER, logits_tokens=2**31), "logits_tokens is 2147483648; expected 1 to 2147483647"),
+    (
+        "many logits",
+        replace(HEADER, logits_tokens=2**31),
+        "logits_tokens is 2147483648; expected 1 to 2147483647",
+    ),
     ("truncated", with_dataset(num_truncated=1), "num_truncated is 1; expected 0 to 0"),
-    ("too many truncated", replace(with_dataset(num_truncated=101), max_length=9), "is 101; expected 0 to 100"),
-    ("path with newline", with_dataset(path="a\nb"), "dataset.path 'a\\nb' has a character that no plan can hold"),
+    (
+        "too many truncated",
+        replace(with_dataset(num_truncated=101), max_length=9),
+        "is 101; expected 0 to 100",
+    ),
+    (
+        "path with newline",
+        with_dataset(path="a\nb"),
+        "dataset.path 'a\\nb' has a character that no plan can hold",
+    ),
     ("path with NUL", with_dataset(path="a\0b"), "dataset.path 'a\\x00b' has a character"),
     ("path not UTF-8", with_dataset(path="caf\udce9"), "dataset.path 'caf\\udce9' has a character"),
-    ("tokenizer", with_dataset(tokenizer="\x1b[2J"), "dataset.tokenizer '\\x1b[2J' has a character"),
+    (
+        "tokenizer",
+        with_dataset(tokenizer="\x1b[2J"),
+        "dataset.tokenizer '\\x1b[2J' has a character",
+    ),
     ("policy", replace(HEADER, policy="\r"), "policy '\\r' has a character"),
-    ("name", make_header(num_stages=3, model=make_model(name="\x9b")), "model.name '\\x9b' has a character"),
+    (
+        "name",
+        make_header(num_stages=3, model=make_model(name="\x9b")),
+        "model.name '\\x9b' has a character",
+    ),
     ("limits", replace(HEADER, memory_limit_bytes=(1, 2)), "2 memory limits for 3 stages"),
     ("limit 0", replace(HEADER, memory_limit_bytes=(1, 0, 1)), "or one is not positive"),
-    ("heads", replace(HEADER, model=replace(HEADER.model, num_kv_heads=3)), "4 heads cannot share 3"),
-    ("no width", replace(HEADER, model=replace(HEADER.model, head_dim=0)), "the model's head_dim is 0"),
-    ("config", replace(HEADER, model=replace(HEADER.model, config="[1]")), "config is not a JSON object"),
-    ("deep config", replace(HEADER, model=replace(HEADER.model, config="[" * 10**5)), "config is not a JSON object"),
+    (
+        "heads",
+        replace(HEADER, model=replace(HEADER.model, num_kv_heads=3)),
+        "4 heads cannot share 3",
+    ),
+    (
+        "no width",
+        replace(HEADER, model=replace(HEADER.model, head_dim=0)),
+        "the model's head_dim is 0",
+    ),
+    (
+        "config",
+        replace(HEADER, model=replace(HEADER.model, config="[1]")),
+        "config is not a JSON object",
+    ),
+    (
+        "deep config",
+        replace(HEADER, model=replace(HEADER.model, config="[" * 10**5)),
+        "config is not a JSON object",
+    ),
     *(
         (f"config {key}", with_config(key, value), f"config says {key} {value!r}, its ")
         for key, value in CONTRADICTIONS.items()
     ),
-    ("dataset", replace(HEADER, dataset=replace(HEADER.dataset, num_sequences=0)), "dataset.num_sequences is 0"),
-    ("digest", replace(HEADER, dataset=replace(HEADER.dataset, sha256="x")), "dataset.sha256 is not a sha256"),
-    ("profile", replace(HEADER, profile=msgspec.Raw(b"\x80")), "profile_sha256 is not the digest of the profile"),
+    (
+        "dataset",
+        replace(HEADER, dataset=replace(HEADER.dataset, num_sequences=0)),
+        "dataset.num_sequences is 0",
+    ),
+    (
+        "digest",
+        replace(HEADER, dataset=replace(HEADER.dataset, sha256="x")),
+        "dataset.sha256 is not a sha256",
+    ),
+    (
+        "profile",
+        replace(HEADER, profile=msgspec.Raw(b"\x80")),
+        "profile_sha256 is not the digest of the profile",
+    ),
     ("profile list", with_profile(b"\x90"), "the profile cannot be used"),
     ("deep profile", with_profile(b"\x81\xa1a" * 10**5), "the profile cannot be used"),
     (
@@ -387,13 +578,23 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
         "another model",
     ),
     ("profile's dtype", replace(HEADER, dtype="bfloat16"), "the profile is of another dtype"),
-    ("model digest", replace(HEADER, model_sha256="0" * 64), "model_sha256 is not the digest of the model's config"),
+    (
+        "model digest",
+        replace(HEADER, model_sha256="0" * 64),
+        "model_sha256 is not the digest of the model's config",
+    ),
     ("no ranks", replace(HEADER, sequence_parallel=0), "sequence_parallel is 0"),
-    ("uneven ranks", replace(HEADER, sequence_parallel=4), "sequence_parallel is 4; 4 heads and 2 key-value heads"),
+    (
+        "uneven ranks",
+        replace(HEADER, sequence_parallel=4),
+        "sequence_parallel is 4; 4 heads and 2 key-value heads",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("header", "expected"), [pytest.param(h, e, id=name) for name, h, e in HEADER_MUTATIONS])
+@pytest.mark.parametrize(
+    ("header", "expected"), [pytest.param(h, e, id=name) for name, h, e in HEADER_MUTATIONS]
+)
 def test_corrupt_headers_are_refused(header: Header, expected: str) -> None:
     with pytest.raises(VerifyError, match=r"^header: ") as caught:
         verify_header(header)
@@ -412,7 +613,9 @@ def test_a_row_comes_again_only_when_all_have_come(tmp_path: Path) -> None:
         with PlanWriter(tmp_path / "plan", header) as writer:
             for index, rows in enumerate(batches):
                 step = make_step(header, index, lengths=[5] * len(rows))
-                sequences = tuple(replace(s, row=row) for s, row in zip(step.sequences, rows, strict=True))
+                sequences = tuple(
+                    replace(s, row=row) for s, row in zip(step.sequences, rows, strict=True)
+                )
                 writer.append(replace(step, sequences=sequences))
 
     def check() -> None:
@@ -424,7 +627,10 @@ def test_a_row_comes_again_only_when_all_have_come(tmp_path: Path) -> None:
     write(2**62, (0, 2**62 - 1), (1, 3), (64,), (65,))
     check()
     write(5, (0, 4), (1, 3), (2,), (3, 0), (3,))
-    with pytest.raises(VerifyError, match=r"plan: step 4: sequence 0 is row 3 again, with 2 of 5 rows seen; compile"):
+    with pytest.raises(
+        VerifyError,
+        match=r"plan: step 4: sequence 0 is row 3 again, with 2 of 5 rows seen; compile",
+    ):
         check()
 
 
@@ -448,14 +654,22 @@ def test_steps_that_need_receives_posted_ahead_are_counted(tmp_path: Path) -> No
 def test_readers_verify_what_they_read_and_name_the_file(tmp_path: Path) -> None:
     """Nothing of a plan that breaks a rule can be shown or run."""
     end = r"; compile it again with `infinipipe compile`"
-    write_plan(tmp_path / "plan", make_header(num_replicas=2, memory_limit_bytes=(10**6, 10**6 - 1)))
+    write_plan(
+        tmp_path / "plan", make_header(num_replicas=2, memory_limit_bytes=(10**6, 10**6 - 1))
+    )
     with open_plan(tmp_path / "plan") as reader:
-        with pytest.raises(VerifyError, match=r".*/plan: step 1, replica 0, stage 1: a predicted peak .*" + end):
+        with pytest.raises(
+            VerifyError, match=r".*/plan: step 1, replica 0, stage 1: a predicted peak .*" + end
+        ):
             reader.step(1)
-        with pytest.raises(VerifyError, match=r".*/plan: step 0, replica 0, stage 1: a predicted peak .*" + end):
+        with pytest.raises(
+            VerifyError, match=r".*/plan: step 0, replica 0, stage 1: a predicted peak .*" + end
+        ):
             verify_plan(reader)
     write_plan(tmp_path / "plan", make_header(logits_tokens=0))
-    with pytest.raises(VerifyError, match=r".*/plan: header: logits_tokens is 0; expected 1 to 2147483647" + end):
+    with pytest.raises(
+        VerifyError, match=r".*/plan: header: logits_tokens is 0; expected 1 to 2147483647" + end
+    ):
         open_plan(tmp_path / "plan")
 
 
@@ -463,10 +677,13 @@ INTEGERS = st.integers(-3, 50) | st.sampled_from([-(2**63), 2**63, 10**9])
 SLICES = st.builds(Slice, INTEGERS, INTEGERS, INTEGERS)
 REPLICAS = st.builds(
     Replica,
-    chunks=st.lists(st.builds(Chunk, st.lists(SLICES, max_size=3).map(tuple)), max_size=3).map(tuple),
+    chunks=st.lists(st.builds(Chunk, st.lists(SLICES, max_size=3).map(tuple)), max_size=3).map(
+        tuple
+    ),
     recompute=st.lists(st.lists(INTEGERS, max_size=3).map(tuple), max_size=3).map(tuple),
     programs=st.lists(
-        st.lists(st.builds(Op, st.sampled_from(OpKind), INTEGERS), max_size=8).map(tuple), max_size=3
+        st.lists(st.builds(Op, st.sampled_from(OpKind), INTEGERS), max_size=8).map(tuple),
+        max_size=3,
     ).map(tuple),
     predicted=st.just(STEP.replicas[0].predicted) | st.just(()),
 )
@@ -474,13 +691,26 @@ REPLICAS = st.builds(
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(REPLICAS, st.lists(st.builds(Sequence, INTEGERS, INTEGERS, INTEGERS), max_size=3), INTEGERS)
-def test_garbage_is_refused_and_never_crashes_a_rule(garbage: Replica, sequences: list[Sequence], index: int) -> None:
+def test_garbage_is_refused_and_never_crashes_a_rule(
+    garbage: Replica, sequences: list[Sequence], index: int
+) -> None:
     for step in (
         replace(STEP, replicas=(garbage, SECOND)),
         replace(STEP, replicas=(FIRST, replace(garbage, chunks=SECOND.chunks))),
         replace(STEP, replicas=(FIRST, replace(SECOND, programs=garbage.programs))),
-        replace(STEP, replicas=(FIRST, replace(SECOND, recompute=garbage.recompute, programs=garbage.programs))),
-        replace(STEP, index=index, sequences=tuple(sequences), denominator=loss_denominator(sequences, "token")),
+        replace(
+            STEP,
+            replicas=(
+                FIRST,
+                replace(SECOND, recompute=garbage.recompute, programs=garbage.programs),
+            ),
+        ),
+        replace(
+            STEP,
+            index=index,
+            sequences=tuple(sequences),
+            denominator=loss_denominator(sequences, "token"),
+        ),
     ):
         if step != STEP:
             refused(step)
@@ -489,7 +719,10 @@ def test_garbage_is_refused_and_never_crashes_a_rule(garbage: Replica, sequences
 @pytest.mark.parametrize("mutate", ["swap", "move", "drop", "repeat", "kind"])
 def test_random_mutations_of_programs(mutate: str) -> None:
     """Every changed program is refused, or is another valid schedule: then the order of its chains still holds."""
-    draw, edits = random.Random(1), {"swap": swap, "move": move, "drop": drop, "repeat": repeat, "kind": other_kind}
+    draw, edits = (
+        random.Random(1),
+        {"swap": swap, "move": move, "drop": drop, "repeat": repeat, "kind": other_kind},
+    )
     for _ in range(200):
         step = draw.choice((STEP, SPLIT))
         number, stage = draw.randrange(2), draw.randrange(3)
@@ -553,7 +786,9 @@ def repeat(draw: random.Random, program: list[Op]) -> list[Op]:
 
 def other_kind(draw: random.Random, program: list[Op]) -> list[Op]:
     at = draw.randrange(len(program))
-    program[at] = replace(program[at], kind=draw.choice([k for k in (F, B, I, W) if k != program[at].kind]))
+    program[at] = replace(
+        program[at], kind=draw.choice([k for k in (F, B, I, W) if k != program[at].kind])
+    )
     return program
 
 

@@ -71,7 +71,16 @@ INPUTS = (
     Input("llama-30b", "h200-141g", "wikipedia", 48, 65536, 48, 8, "120GiB"),
     Input("llama-7b", "a800-80g", "wikipedia", 64, 49152, 64, 4, "80GiB", ("--replicas", "2")),
     Input("tiny", "a800-80g", "mooncake", 12, 4096, 6, 2, "64MiB", ("--replicas", "3")),
-    Input("llama-7b", "a800-80g", "wikipedia", 40, 32768, 20, 8, "32GiB,32GiB,32GiB,32GiB,32GiB,32GiB,32GiB,40GiB"),
+    Input(
+        "llama-7b",
+        "a800-80g",
+        "wikipedia",
+        40,
+        32768,
+        20,
+        8,
+        "32GiB,32GiB,32GiB,32GiB,32GiB,32GiB,32GiB,40GiB",
+    ),
     Input("llama-7b", "a800-80g", "wikipedia", 30, 16384, 10, 5, "48GiB", ("--seed", "7")),
 )
 
@@ -108,9 +117,18 @@ def plan_digests(given: Input, policy: str) -> Digests:
     """Plan an input in the current folder."""
     write_lengths(given, Path("lengths.jsonl"))
     write_profile(given, Path("profile.json"))
-    options = ("--stages", str(given.stages), "--memory", given.memory, "--batch-size", str(given.batch_size))
+    options = (
+        "--stages",
+        str(given.stages),
+        "--memory",
+        given.memory,
+        "--batch-size",
+        str(given.batch_size),
+    )
     try:
-        _command("compile", "lengths.jsonl", *options, "--policy", policy, "--workers", "1", *given.more)
+        _command(
+            "compile", "lengths.jsonl", *options, "--policy", policy, "--workers", "1", *given.more
+        )
     except RuntimeError as error:
         return Digests(_sha256(str(error)), _sha256(str(error)))
     lines = _command("inspect", "plan.msgpack", "--all").splitlines()
@@ -138,7 +156,9 @@ def _rounded(value: Any) -> Any:
             return [_rounded(each) for each in value]
         case dict():
             # Digests of what holds unrounded floats.
-            return {name: _rounded(each) for name, each in value.items() if name != "profile_sha256"}
+            return {
+                name: _rounded(each) for name, each in value.items() if name != "profile_sha256"
+            }
     return value
 
 

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinipipe.costs.cost import Costs, chunk_costs, chunk_loads, replay_memory, static_bytes
+from infinipipe.costs.simulate import simulate
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Chunk, Op, OpKind, Sequence, Slice, chunk_chains
-from infinipipe.ir.deadlock import find_deadlock
+from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.planner import bound
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.compile import plan_step
-from infinipipe.planner.epp import plan_epp
+from infinipipe.planner.passes.schedule import Schedule
 from infinipipe.planner.policies import POLICIES
+from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Floats, Problem
-from infinipipe.planner.schedule import Schedule
-from infinipipe.planner.simulate import simulate
 from infinipipe.profiles import Curve, LayerTime, Line, Profile
-from infinipipe.profiles.cost import Costs, chunk_costs, chunk_loads, replay_memory, static_bytes
 from tests.planner.toys import ROOMY, toy_pipeline, toy_problem, toy_profile, toy_sequences
 
 
@@ -64,8 +64,13 @@ def plain_profile(num_layers: int, overhead: float, pairs: float = 0.0, **sizes:
     zero = ["chunk_per_token", "embedding_per_token", "head_per_token", "logits_per_token"]
     zero += ["slice_backward_per_token", "context_per_token"]
     peaks = ("layer_forward", "recompute_forward", "layer_backward", "embedding_backward")
-    lines = {f"{name}_peak": Line(constant=0.0, rate=0.0) for name in (*peaks, "head_forward", "head_backward")}
-    counts = {"layer_kv_per_token": 0, "layer_kv_grad_per_token": 0} | {name: int(n) for name, n in sizes.items()}
+    lines = {
+        f"{name}_peak": Line(constant=0.0, rate=0.0)
+        for name in (*peaks, "head_forward", "head_backward")
+    }
+    counts = {"layer_kv_per_token": 0, "layer_kv_grad_per_token": 0} | {
+        name: int(n) for name, n in sizes.items()
+    }
     kept = msgspec.structs.replace(
         profile.bytes,
         activation_per_token=100,
@@ -92,7 +97,9 @@ def costs_of(problem: Problem, chunks: tuple[Chunk, ...]) -> Costs:
     return chunk_costs(pipeline.profile, pipeline.stages, loads, pipeline.logits_tokens)
 
 
-def op_seconds(costs: Costs, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]) -> list[float]:
+def op_seconds(
+    costs: Costs, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]
+) -> list[float]:
     backward = costs.backward_s[stage] + np.asarray(recompute) * costs.recompute_s
     seconds = {OpKind.FORWARD: costs.forward_s[stage].tolist(), OpKind.BACKWARD: backward.tolist()}
     return [seconds[op.kind][op.chunk] for op in program]
@@ -118,13 +125,19 @@ def chunkings(lengths: list[int]) -> Iterator[tuple[Chunk, ...]]:
             yield (*(Chunk((p,)) for p in a), *(Chunk((p,)) for p in b))
             if len(a) == 1:
                 for host in range(len(b)):
-                    yield tuple(Chunk((p, *a)) if i == host else Chunk((p,)) for i, p in enumerate(b))
+                    yield tuple(
+                        Chunk((p, *a)) if i == host else Chunk((p,)) for i, p in enumerate(b)
+                    )
             elif len(b) == 1:
                 for host in range(len(a)):
-                    yield tuple(Chunk((p, *b)) if i == host else Chunk((p,)) for i, p in enumerate(a))
+                    yield tuple(
+                        Chunk((p, *b)) if i == host else Chunk((p,)) for i, p in enumerate(a)
+                    )
 
 
-def orders(num_chunks: int, chains: list[tuple[int, ...]], *, backward: bool) -> Iterator[tuple[int, ...]]:
+def orders(
+    num_chunks: int, chains: list[tuple[int, ...]], *, backward: bool
+) -> Iterator[tuple[int, ...]]:
     for order in permutations(range(num_chunks)):
         place = {chunk: i for i, chunk in enumerate(order)}
         if all((place[a] > place[b]) == backward for chain in chains for a, b in pairwise(chain)):
@@ -140,11 +153,15 @@ def merges(forwards: tuple[int, ...], backwards: tuple[int, ...]) -> Iterator[tu
             for p in range(2 * len(forwards))
         ]
         seen: set[int] = set()
-        if all(op.chunk in seen or (op.kind == OpKind.FORWARD and not seen.add(op.chunk)) for op in ops):  # type: ignore[func-returns-value]
+        if all(
+            op.chunk in seen or (op.kind == OpKind.FORWARD and not seen.add(op.chunk)) for op in ops
+        ):  # type: ignore[func-returns-value]
             yield tuple(ops)
 
 
-def every_schedule(problem: Problem, chunks: tuple[Chunk, ...], recomputes: bool) -> Iterator[tuple[float, float]]:
+def every_schedule(
+    problem: Problem, chunks: tuple[Chunk, ...], recomputes: bool
+) -> Iterator[tuple[float, float]]:
     """Yield makespan and room of every order on two stages, also with full recompute of any chunk on any stage."""
     pipeline, count = problem.pipeline, len(chunks)
     loads, costs = chunk_loads(chunks, problem.sequences), costs_of(problem, chunks)
@@ -157,15 +174,26 @@ def every_schedule(problem: Problem, chunks: tuple[Chunk, ...], recomputes: bool
                 columns.append([])
                 static = static_bytes(pipeline.profile, place)
                 for program in merges(forwards, backwards):
-                    for counts in product((0, place.num_layers) if recomputes else (0,), repeat=count):
+                    for counts in product(
+                        (0, place.num_layers) if recomputes else (0,), repeat=count
+                    ):
                         trace = replay_memory(
-                            pipeline.profile, pipeline.stages, stage, problem.sequences, loads, costs, program, counts
+                            pipeline.profile,
+                            pipeline.stages,
+                            stage,
+                            problem.sequences,
+                            loads,
+                            costs,
+                            program,
+                            counts,
                         )
                         seconds = op_seconds(costs, stage, program, counts)
                         columns[-1].append((program, seconds, float(trace.during.max()) - static))
             for (first, a, room), (second, b, other) in product(*columns):
                 if not find_deadlock((first, second)):
-                    makespan = simulate((first, second), (a, b), costs.transfer_s.tolist()).makespan_s
+                    makespan = simulate(
+                        (first, second), (a, b), costs.transfer_s.tolist()
+                    ).makespan_s
                     yield makespan, max(room, other)
 
 
@@ -175,7 +203,11 @@ def test_no_schedule_of_a_tiny_batch_beats_the_bound(lengths: list[int], counts:
     problem = toy_problem(lengths, counts)
     few = [chunks for chunks in chunkings(lengths) if len(chunks) <= 3]
     least = bound_of(problem)
-    best = min(makespan for chunks in few for makespan, _ in every_schedule(problem, chunks, recomputes=False))
+    best = min(
+        makespan
+        for chunks in few
+        for makespan, _ in every_schedule(problem, chunks, recomputes=False)
+    )
     assert 0.5 * best < least <= best * (1 + 1e-12)
     found = plan_epp(problem)
     assert isinstance(found, Schedule)
@@ -190,11 +222,16 @@ def test_no_schedule_of_a_tiny_batch_beats_the_bound(lengths: list[int], counts:
 def test_no_schedule_beats_the_bound_of_the_memory_that_it_needs(
     lengths: list[int], counts: list[int], kv_bytes: int, rise: float
 ) -> None:
-    profile = plain_profile(sum(counts), 0.5, 0.1, layer_kv_per_token=kv_bytes, layer_kv_grad_per_token=2 * kv_bytes)
+    profile = plain_profile(
+        sum(counts), 0.5, 0.1, layer_kv_per_token=kv_bytes, layer_kv_grad_per_token=2 * kv_bytes
+    )
     problem = problem_of(profile, lengths, counts)
     few = all_packings(len(lengths), lengths[0]) if len(lengths) > 2 else chunkings(lengths)
     found = [
-        schedule for chunks in few if len(chunks) <= 3 for schedule in every_schedule(problem, chunks, recomputes=True)
+        schedule
+        for chunks in few
+        if len(chunks) <= 3
+        for schedule in every_schedule(problem, chunks, recomputes=True)
     ]
     bounds = []
     for room in sorted({room for _, room in found}):
@@ -230,10 +267,23 @@ def eager_makespan(problem: Problem, chunks: tuple[Chunk, ...]) -> float:
             # No more than two ahead of the neighbour, so that no send has to wait.
             if (f := next_f[s]) < count and (s == num_stages - 1 or next_f[s + 1] >= f - 1):
                 ready.append((max(free[s], done_f[s - 1, f] if s else 0.0), 1, s, f))
-            if (b := next_b[s]) < count and done_f[s, b] < np.inf and (s == 0 or next_b[s - 1] >= b - 1):
-                ready.append((max(free[s], done_b[s + 1, b] if s < num_stages - 1 else done_f[s, b]), 0, s, b))
+            if (
+                (b := next_b[s]) < count
+                and done_f[s, b] < np.inf
+                and (s == 0 or next_b[s - 1] >= b - 1)
+            ):
+                ready.append(
+                    (
+                        max(free[s], done_b[s + 1, b] if s < num_stages - 1 else done_f[s, b]),
+                        0,
+                        s,
+                        b,
+                    )
+                )
         start, is_f, s, chunk = min(ready)
-        seconds, done, nexts = (costs.forward_s, done_f, next_f) if is_f else (costs.backward_s, done_b, next_b)
+        seconds, done, nexts = (
+            (costs.forward_s, done_f, next_f) if is_f else (costs.backward_s, done_b, next_b)
+        )
         free[s] = done[s, chunk] = start + seconds[s, chunk]
         nexts[s] += 1
         programs[s].append(Op(OpKind.FORWARD if is_f else OpKind.BACKWARD, chunk))
@@ -241,7 +291,9 @@ def eager_makespan(problem: Problem, chunks: tuple[Chunk, ...]) -> float:
     return simulate(programs, times, costs.transfer_s.tolist()).makespan_s
 
 
-def test_chunks_that_grow_and_shrink_come_within_three_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_grow_and_shrink_come_within_three_percent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = problem_of(plain_profile(2, 2.0), [1] * 100, [1, 1])
     reached = eager_makespan(problem, pack([2, 7, 20, 17, 15, 13, 10, 8, 5, 3], 1))
     work_and_one_trip = (100 * 3 + 2) + (3 + 2)
@@ -260,7 +312,9 @@ def test_chunks_that_grow_and_shrink_come_within_three_percent(monkeypatch: pyte
 
 def test_little_memory_costs_overhead_or_recompute() -> None:
     profile = plain_profile(4, 10.0)
-    free, much, little = (problem_of(profile, [1] * 400, [2, 2], tokens * 2 * 1000) for tokens in (1_000_000, 16, 8))
+    free, much, little = (
+        problem_of(profile, [1] * 400, [2, 2], tokens * 2 * 1000) for tokens in (1_000_000, 16, 8)
+    )
     assert bound_of(much) > 1.14 * bound_of(free)
     found = plan_epp(much)
     assert isinstance(found, Schedule)
@@ -270,7 +324,10 @@ def test_little_memory_costs_overhead_or_recompute() -> None:
 
 def test_what_chunks_need_for_a_moment_counts() -> None:
     plain = plain_profile(2, 10.0)
-    peaks = {name: Line(constant=0.0, rate=3000.0) for name in ("layer_forward_peak", "layer_backward_peak")}
+    peaks = {
+        name: Line(constant=0.0, rate=3000.0)
+        for name in ("layer_forward_peak", "layer_backward_peak")
+    }
     profile = msgspec.structs.replace(plain, bytes=msgspec.structs.replace(plain.bytes, **peaks))
     problem = problem_of(profile, [1] * 160, [2], 8 * 5200)
     found = plan_epp(problem)
@@ -285,7 +342,11 @@ def test_a_sequence_forces_what_it_must_recompute(share: float) -> None:
     roomy = problem_of(profile, [40], [2])
     tight = problem_of(profile, [40], [2], share * 40 * 2 * 1100)
     chunks = tuple(Chunk((Slice(0, start, 1),)) for start in range(40))
-    loads, costs, stages = chunk_loads(chunks, roomy.sequences), costs_of(roomy, chunks), roomy.pipeline.stages
+    loads, costs, stages = (
+        chunk_loads(chunks, roomy.sequences),
+        costs_of(roomy, chunks),
+        roomy.pipeline.stages,
+    )
     program = [Op(OpKind.FORWARD, chunk) for chunk in range(40)]
     program += [Op(OpKind.BACKWARD, chunk) for chunk in reversed(range(40))]
     # The first tokens are cheapest to recompute.
@@ -304,12 +365,19 @@ def test_sequences_that_fill_a_stage_take_turns() -> None:
     lengths, counts, recompute = [40, 40, 40, 2, 2], [3, 3, 3], [2, 2, 2, 0]
     roomy = problem_of(profile, lengths, counts)
     # One after the other, and two short ones at the end.
-    chunks = (*(Chunk((Slice(n, 0, 40),)) for n in range(3)), Chunk((Slice(3, 0, 2), Slice(4, 0, 2))))
+    chunks = (
+        *(Chunk((Slice(n, 0, 40),)) for n in range(3)),
+        Chunk((Slice(3, 0, 2), Slice(4, 0, 2))),
+    )
     program = [Op(kind, chunk) for chunk in range(4) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
     loads, costs = chunk_loads(chunks, roomy.sequences), costs_of(roomy, chunks)
     stages = roomy.pipeline.stages
     limits = [
-        int(replay_memory(profile, stages, s, roomy.sequences, loads, costs, program, recompute).during.max())
+        int(
+            replay_memory(
+                profile, stages, s, roomy.sequences, loads, costs, program, recompute
+            ).during.max()
+        )
         for s in range(3)
     ]
     tight = replace(roomy, pipeline=replace(roomy.pipeline, limits=tuple(limits)))
@@ -368,7 +436,10 @@ def test_no_schedule_beats_the_bound_of_the_least_memory_it_could_have(seed: int
     random = Random(seed)
     counts = random.choice([[6], [3, 3], [1, 5], [2, 2, 2], [1, 2, 3], [3, 2, 1], [1] * 6])
     profile, num_replicas = random.choice(PROFILES), random.choice([1, 1, 2, 3])
-    lengths = [random.choice([1, 2, 5, 13, random.randint(1, 60)]) for _ in range(random.choice([1, 2, 5, 12]))]
+    lengths = [
+        random.choice([1, 2, 5, 13, random.randint(1, 60)])
+        for _ in range(random.choice([1, 2, 5, 12]))
+    ]
     problem = problem_of(profile, lengths, counts)
     hands: list[list[int]] = [[] for _ in range(num_replicas)]
     for member in problem.members:
@@ -378,7 +449,9 @@ def test_no_schedule_beats_the_bound_of_the_least_memory_it_could_have(seed: int
         makespan, needed = random_schedule(random, problem, hand)
         reached, room = max(reached, makespan), np.maximum(room, needed)
     limits = tuple(np.ceil(room).astype(int).tolist())
-    least = makespan_bound(replace(problem.pipeline, limits=limits), problem.sequences, num_replicas)
+    least = makespan_bound(
+        replace(problem.pipeline, limits=limits), problem.sequences, num_replicas
+    )
     assert 0 < least <= reached * (1 + 1e-12)
 
 
@@ -395,29 +468,46 @@ def random_schedule(random: Random, problem: Problem, members: list[int]) -> tup
     num_stages, drop = pipeline.num_stages, random.choice([0.0, 0.5, 1.0])
     while True:
         ahead = random.choice([0, 1, 2, 100])
-        programs = [tuple(one_program(forwards, backwards, ahead * (num_stages - 1 - s))) for s in range(num_stages)]
+        programs = [
+            tuple(one_program(forwards, backwards, ahead * (num_stages - 1 - s)))
+            for s in range(num_stages)
+        ]
         if not find_deadlock(programs):
             break
     recompute = [
-        [round(random.choice([drop, random.random()]) * place.num_layers) for _ in chunks] for place in pipeline.stages
+        [round(random.choice([drop, random.random()]) * place.num_layers) for _ in chunks]
+        for place in pipeline.stages
     ]
     seconds = [op_seconds(costs, s, programs[s], recompute[s]) for s in range(num_stages)]
     traces = [
         replay_memory(
-            pipeline.profile, pipeline.stages, s, problem.sequences, loads, costs, programs[s], recompute[s]
+            pipeline.profile,
+            pipeline.stages,
+            s,
+            problem.sequences,
+            loads,
+            costs,
+            programs[s],
+            recompute[s],
         ).during.max()
         for s in range(num_stages)
     ]
     return simulate(programs, seconds, costs.transfer_s.tolist()).makespan_s, np.array(traces)
 
 
-def random_chunks(random: Random, sequences: SequenceOf[Sequence], members: list[int]) -> tuple[Chunk, ...]:
+def random_chunks(
+    random: Random, sequences: SequenceOf[Sequence], members: list[int]
+) -> tuple[Chunk, ...]:
     lists: list[list[Slice]] = []
     whole, split = [], random.choice([0.0, 0.3, 0.8])
     for member in members:
         length = sequences[member].length
         if length > 1 and random.random() < split:
-            bounds = [0, *sorted(random.sample(range(1, length), random.randint(1, min(length - 1, 6)))), length]
+            bounds = [
+                0,
+                *sorted(random.sample(range(1, length), random.randint(1, min(length - 1, 6)))),
+                length,
+            ]
             lists += [[Slice(member, a, b - a)] for a, b in pairwise(bounds)]
         else:
             whole.append(Slice(member, 0, length))
@@ -465,7 +555,9 @@ def test_no_policy_beats_the_bound(
 ) -> None:
     problem = problem_of(PROFILES[profile], lengths, counts, room)
     try:
-        step = plan_step(problem.pipeline, POLICIES[policy], 0, problem.sequences, num_replicas, "token")
+        step = plan_step(
+            problem.pipeline, POLICIES[policy], 0, problem.sequences, num_replicas, "token"
+        )
     except InfeasibleError:
         return
     assert 0 < step.bound_s <= step.makespan_s * (1 + 1e-12)

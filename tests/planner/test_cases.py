@@ -17,31 +17,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinipipe.costs.cost import chunk_costs, chunk_loads, static_bytes
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, VerifyError
-from infinipipe.ir import Chunk, Header, OpKind, Replica, Sequence, Slice, Step, open_plan, verify_plan
+from infinipipe.ir import (
+    Chunk,
+    Header,
+    OpKind,
+    Replica,
+    Sequence,
+    Slice,
+    Step,
+    open_plan,
+    verify_plan,
+)
 from infinipipe.ir.verify import verify_step
 from infinipipe.planner import diagonals, paper
-from infinipipe.planner.baselines import plan_1f1b
-from infinipipe.planner.checkpointing import Shortage, fit_recompute
-from infinipipe.planner.chunking import cut_chunks, pack
+from infinipipe.planner.batches import global_batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
 from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.epp import plan_epp
-from infinipipe.planner.lengths import global_batches, steps_per_epoch
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.order import stage_leads
-from infinipipe.planner.partition import make_stages, partition_layers
+from infinipipe.planner.passes.chunking import cut_chunks, pack
+from infinipipe.planner.passes.order import stage_leads
+from infinipipe.planner.passes.partition import make_stages, partition_layers
+from infinipipe.planner.passes.recompute import Shortage, fit_recompute
+from infinipipe.planner.passes.schedule import Schedule, make_replica, order_memories, price
 from infinipipe.planner.policies import POLICIES
+from infinipipe.planner.policies.baselines import plan_1f1b
+from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Ints, Problem, Work, average_work
-from infinipipe.planner.schedule import Schedule, make_replica, order_memories, price
-from infinipipe.planner.units import show_bytes
 from infinipipe.profiles import PRESETS, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import chunk_costs, chunk_loads, static_bytes
 from infinipipe.profiles.models import model_from_config
-from infinipipe.report import plan_report
-from tests.planner.toys import ROOMY, draw_lengths, toy_pipeline, toy_problem, toy_profile, toy_sequences
+from infinipipe.reports.compiled import plan_report
+from infinipipe.units import show_bytes
+from tests.planner.toys import (
+    ROOMY,
+    draw_lengths,
+    toy_pipeline,
+    toy_problem,
+    toy_profile,
+    toy_sequences,
+)
 
 TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
 GB = 10**9
@@ -53,9 +70,13 @@ def dataset_of(folder: Path, lengths: SequenceOf[int]) -> Dataset:
     return open_dataset(path, BYTES, 256)
 
 
-def compiled(folder: Path, lengths: SequenceOf[int], profile: Profile, **options: Any) -> tuple[Header, list[Step]]:
+def compiled(
+    folder: Path, lengths: SequenceOf[int], profile: Profile, **options: Any
+) -> tuple[Header, list[Step]]:
     """Compile, read the plan back and verify it."""
-    compile_plan(dataset_of(folder, lengths), profile, CompileOptions(**options), folder / "plan.msgpack")
+    compile_plan(
+        dataset_of(folder, lengths), profile, CompileOptions(**options), folder / "plan.msgpack"
+    )
     with open_plan(folder / "plan.msgpack") as reader:
         verify_plan(reader)
         return reader.header, list(reader)
@@ -79,25 +100,41 @@ def large_vocabulary() -> Profile:
     return analytic_profile(model, "a800-80g")
 
 
-def test_logits_of_8192_tokens_and_151936_words_never_stand_together(tmp_path: Path, large_vocabulary: Profile) -> None:
+def test_logits_of_8192_tokens_and_151936_words_never_stand_together(
+    tmp_path: Path, large_vocabulary: Profile
+) -> None:
     """The limit is a byte below what all logits in float32 would take: 4.64 GiB."""
     dense = 8192 * 151_936 * 4
     assert dense / 2**30 == pytest.approx(4.64, abs=0.01)
     limits = limits_of(large_vocabulary, [4, 4], dense - 1)
-    header, (step,) = compiled(tmp_path, [8192], large_vocabulary, num_stages=2, memory_limit_bytes=limits)
+    header, (step,) = compiled(
+        tmp_path, [8192], large_vocabulary, num_stages=2, memory_limit_bytes=limits
+    )
     assert header.logits_tokens * 151_936 * 4 <= 256 * 2**20
     (replica,) = step.replicas
-    assert logits_bytes(large_vocabulary, header, replica) <= replica.predicted[1].peak_bytes < limits[1]
+    assert (
+        logits_bytes(large_vocabulary, header, replica)
+        <= replica.predicted[1].peak_bytes
+        < limits[1]
+    )
 
 
 @pytest.mark.parametrize("pieces", [1.2, 0.4])
-def test_a_piece_of_logits_counts_on_the_last_stage(tmp_path: Path, large_vocabulary: Profile, pieces: float) -> None:
+def test_a_piece_of_logits_counts_on_the_last_stage(
+    tmp_path: Path, large_vocabulary: Profile, pieces: float
+) -> None:
     piece = 441 * large_vocabulary.bytes.logits_per_token
     limits = limits_of(large_vocabulary, [7, 1], pieces * piece)
-    header, (step,) = compiled(tmp_path, [8192], large_vocabulary, num_stages=2, memory_limit_bytes=limits)
+    header, (step,) = compiled(
+        tmp_path, [8192], large_vocabulary, num_stages=2, memory_limit_bytes=limits
+    )
     assert header.logits_tokens == 441
     (replica,) = step.replicas
-    assert logits_bytes(large_vocabulary, header, replica) <= replica.predicted[1].peak_bytes <= limits[1]
+    assert (
+        logits_bytes(large_vocabulary, header, replica)
+        <= replica.predicted[1].peak_bytes
+        <= limits[1]
+    )
     assert max(lengths_of(replica.chunks)) < pieces * 441 or pieces > 1
 
 
@@ -107,9 +144,16 @@ def logits_bytes(profile: Profile, header: Header, replica: Replica) -> int:
     return static_bytes(profile, header.stages[-1]) + int(tokens * profile.bytes.logits_per_token)
 
 
-def test_no_room_for_any_logits_is_refused_on_the_last_stage(tmp_path: Path, large_vocabulary: Profile) -> None:
-    limits = (2**40, limits_of(large_vocabulary, [7, 1], 4 * large_vocabulary.bytes.logits_per_token)[1])
-    with pytest.raises(InfeasibleError, match=r"stage 1 needs [\d.]+ MiB in the best plan found, [\d.]+ MiB more"):
+def test_no_room_for_any_logits_is_refused_on_the_last_stage(
+    tmp_path: Path, large_vocabulary: Profile
+) -> None:
+    limits = (
+        2**40,
+        limits_of(large_vocabulary, [7, 1], 4 * large_vocabulary.bytes.logits_per_token)[1],
+    )
+    with pytest.raises(
+        InfeasibleError, match=r"stage 1 needs [\d.]+ MiB in the best plan found, [\d.]+ MiB more"
+    ):
         compiled(tmp_path, [8192], large_vocabulary, num_stages=2, memory_limit_bytes=limits)
 
 
@@ -123,17 +167,28 @@ def test_stages_of_1_2_2_3_layers_report_the_peak_of_the_heaviest(tmp_path: Path
     assert max(peaks) == peaks[3] > static_bytes(profile, header.stages[3])
     # Spread evenly, the same layers would seem to need much less.
     assert peaks[3] > 1.3 * sum(limits_of(profile, [1, 2, 2, 3], 0)) / 4
-    (row,) = compare_policies(dataset_of(tmp_path, [20] * 8), profile, CompileOptions(**options), ["epp"])
+    (row,) = compare_policies(
+        dataset_of(tmp_path, [20] * 8), profile, CompileOptions(**options), ["epp"]
+    )
     assert row.feasible
     assert row.peak_bytes == tuple(peaks)
 
 
-def test_stages_of_8_16_16_and_8_gb_recompute_differently_and_keep_to_their_limits(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}
+def test_stages_of_8_16_16_and_8_gb_recompute_differently_and_keep_to_their_limits(
+    tmp_path: Path,
+) -> None:
+    shape = {
+        "num_hidden_layers": 24,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
     shape |= {"head_dim": 128, "intermediate_size": 5504, "vocab_size": 32_000}
     profile = analytic_profile(model_from_config("llama-1.3b", PRESETS["tiny"] | shape), "a800-80g")
     limits = (8 * GB, 16 * GB, 16 * GB, 8 * GB)
-    header, (step,) = compiled(tmp_path, [2048] * 48, profile, num_stages=4, memory_limit_bytes=limits)
+    header, (step,) = compiled(
+        tmp_path, [2048] * 48, profile, num_stages=4, memory_limit_bytes=limits
+    )
     assert header.memory_limit_bytes == limits
     (replica,) = step.replicas
     shares = [
@@ -143,7 +198,10 @@ def test_stages_of_8_16_16_and_8_gb_recompute_differently_and_keep_to_their_limi
     assert shares[0] > 0.5
     assert shares[1] < 0.5 * shares[0]
     assert shares[2] < shares[3]
-    assert all(predicted.peak_bytes <= limit for predicted, limit in zip(replica.predicted, limits, strict=True))
+    assert all(
+        predicted.peak_bytes <= limit
+        for predicted, limit in zip(replica.predicted, limits, strict=True)
+    )
 
 
 def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_planned(
@@ -159,7 +217,14 @@ def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_plan
 
     monkeypatch.setitem(POLICIES, "epp", counted)
     with pytest.raises(InfeasibleError) as failure:
-        compiled(tmp_path, lengths, toy_profile(6), num_stages=2, batch_size=32, memory_limit_bytes=limits)
+        compiled(
+            tmp_path,
+            lengths,
+            toy_profile(6),
+            num_stages=2,
+            batch_size=32,
+            memory_limit_bytes=limits,
+        )
     # One plan, of the long sequence alone; nothing is written.
     assert calls == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["dataset.jsonl"]
@@ -173,7 +238,9 @@ def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_plan
     assert found
     assert int(found[1]) == index
     assert float(found[6]) == pytest.approx(limits[int(found[2])] / 2**20, abs=0.05)
-    assert float(found[3]) - float(found[6]) == pytest.approx(float(found[4]) / (1024 if found[5] == "KiB" else 1), 0.1)
+    assert float(found[3]) - float(found[6]) == pytest.approx(
+        float(found[4]) / (1024 if found[5] == "KiB" else 1), 0.1
+    )
 
 
 def test_a_rare_long_sequence_sets_the_peak_that_is_reported(tmp_path: Path) -> None:
@@ -186,9 +253,13 @@ def test_a_rare_long_sequence_sets_the_peak_that_is_reported(tmp_path: Path) -> 
         batch_size=8,
         memory_limit_bytes=limits_of(profile, [3, 3], 2**40),
     )
-    (worst,) = (step for step in steps if max(sequence.length for sequence in step.sequences) == 900)
+    (worst,) = (
+        step for step in steps if max(sequence.length for sequence in step.sequences) == 900
+    )
     peaks = [predicted.peak_bytes for predicted in worst.replicas[0].predicted]
-    others = [p.peak_bytes for step in steps if step is not worst for p in step.replicas[0].predicted]
+    others = [
+        p.peak_bytes for step in steps if step is not worst for p in step.replicas[0].predicted
+    ]
     assert max(others) < min(peaks)
     with open_plan(tmp_path / "plan.msgpack") as reader:
         report = "\n".join(plan_report(reader, 0, 1.0))
@@ -200,7 +271,9 @@ def test_a_rare_long_sequence_sets_the_peak_that_is_reported(tmp_path: Path) -> 
 def test_recompute_counts_need_not_divide_the_layers(num_layers: int) -> None:
     problem = toy_problem([30] * 6, [num_layers])
     priced = price(problem, cut_chunks(problem, TOKENS, 30, 30))
-    (memory,) = order_memories(problem, priced, np.minimum(stage_leads(priced.chunks, 1, "uniform", 1) + 2, 6))
+    (memory,) = order_memories(
+        problem, priced, np.minimum(stage_leads(priced.chunks, 1, "uniform", 1) + 2, 6)
+    )
     none, full = (float(memory.during(np.full(6, count)).max()) for count in (0, num_layers))
     seen: set[int] = set()
     for limit in np.linspace(full + 2, none, 60):
@@ -216,7 +289,10 @@ def capped(problem: Problem, most_tokens: int) -> Problem:
     """Return a problem of a model so wide that kernels can index no more tokens of a chunk."""
     profile = problem.pipeline.profile
     model = msgspec.structs.replace(profile.model, intermediate_size=(2**31 - 1) // most_tokens)
-    return replace(problem, pipeline=replace(problem.pipeline, profile=msgspec.structs.replace(profile, model=model)))
+    return replace(
+        problem,
+        pipeline=replace(problem.pipeline, profile=msgspec.structs.replace(profile, model=model)),
+    )
 
 
 @pytest.mark.parametrize("policy", ["epp", "paper", "terapipe", "seq1f1b", "chunkflow"])
@@ -251,7 +327,9 @@ def test_eight_sevens_make_eight_chunks_where_a_chunk_can_have_8(policy: str) ->
 def test_a_sequence_too_long_for_one_kernel_is_sliced(tmp_path: Path) -> None:
     """At 11,008 elements a token, 2**31 are reached at 195,084 tokens."""
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
-    _, (step,) = compiled(tmp_path, [300_000, 2000], profile, num_stages=1, memory_limit_bytes=(2**50,))
+    _, (step,) = compiled(
+        tmp_path, [300_000, 2000], profile, num_stages=1, memory_limit_bytes=(2**50,)
+    )
     lengths = lengths_of(step.replicas[0].chunks)
     assert sum(lengths) == 302_000
     assert max(lengths) * 11_008 < 2**31
@@ -263,7 +341,9 @@ def test_a_sequence_too_long_for_one_kernel_is_sliced(tmp_path: Path) -> None:
 def attention_s(*slices: tuple[int, int]) -> float:
     """Return what attention adds to F of one chunk of (start, length) on one layer that is neither first nor last."""
     profile, chunk = toy_profile(3), Chunk((*(Slice(i, *piece) for i, piece in enumerate(slices)),))
-    sequences = tuple(Sequence(i, start + length + 1, 1) for i, (start, length) in enumerate(slices))
+    sequences = tuple(
+        Sequence(i, start + length + 1, 1) for i, (start, length) in enumerate(slices)
+    )
     seconds = []
     for s_per_pair in (0.0, 1.0):
         layer = msgspec.structs.replace(profile.times.layer_forward, s_per_pair=s_per_pair)
@@ -295,7 +375,10 @@ def test_a_pack_of_512_and_512_costs_two_squares_not_one() -> None:
 
 def test_every_sequence_of_a_bin_counts() -> None:
     work = average_work(toy_profile(6), 2)
-    shorts = [Slice(i, 0, length) for i, length in enumerate(sorted(draw_lengths("wikipedia", 100, 0), reverse=True))]
+    shorts = [
+        Slice(i, 0, length)
+        for i, length in enumerate(sorted(draw_lengths("wikipedia", 100, 0), reverse=True))
+    ]
     target = sum(work.between(0, piece.length) for piece in shorts) / 7
     packed = pack(shorts, [], work, target, 10**6).full
     assert len(packed) == 7
@@ -306,7 +389,9 @@ def test_every_sequence_of_a_bin_counts() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [4, 8])
-def test_a_large_vocabulary_makes_the_last_stage_smaller_and_the_step_no_slower(num_stages: int) -> None:
+def test_a_large_vocabulary_makes_the_last_stage_smaller_and_the_step_no_slower(
+    num_stages: int,
+) -> None:
     profile = analytic_profile(read_model("llama3-8b"), "a800-80g")
     lengths = draw_lengths("wikipedia", 64, 0)
     limits = (2**45,) * num_stages
@@ -315,7 +400,9 @@ def test_a_large_vocabulary_makes_the_last_stage_smaller_and_the_step_no_slower(
     assert found[-1].num_layers == min(stage.num_layers for stage in found) < 32 // num_stages
     makespans = []
     for stages in (found, uniform):
-        pipeline = replace(toy_pipeline([1]), profile=profile, stages=stages, limits=limits, logits_tokens=523)
+        pipeline = replace(
+            toy_pipeline([1]), profile=profile, stages=stages, limits=limits, logits_tokens=523
+        )
         schedule = plan_epp(Problem(pipeline, toy_sequences(lengths), tuple(range(len(lengths)))))
         assert isinstance(schedule, Schedule)
         makespans.append(schedule.makespan_s)
@@ -323,7 +410,9 @@ def test_a_large_vocabulary_makes_the_last_stage_smaller_and_the_step_no_slower(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_less_memory_than_the_weights_names_the_stage_its_need_and_its_limit(tmp_path: Path, stage: int) -> None:
+def test_less_memory_than_the_weights_names_the_stage_its_need_and_its_limit(
+    tmp_path: Path, stage: int
+) -> None:
     profile = toy_profile(8)
     needs = limits_of(profile, [1, 1, 1, 1], 0)
     limits = (*(ROOMY,) * stage, needs[stage] // 2, *(ROOMY,) * (3 - stage))
@@ -393,7 +482,9 @@ def test_a_solver_without_a_solution_leaves_what_the_sweep_found(
 
 
 @pytest.mark.parametrize("wrong", ["nothing recomputed", "one layer less everywhere"])
-def test_a_solvers_answer_that_does_not_fit_is_not_taken(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+def test_a_solvers_answer_that_does_not_fit_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
     problem, solve = tight_problem(), diagonals.solve_diagonals
     calls: list[int] = []
 
@@ -411,7 +502,9 @@ def test_a_solvers_answer_that_does_not_fit_is_not_taken(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("room", [0.5, 0.9])
-def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(policy: str, room: float) -> None:
+def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
+    policy: str, room: float
+) -> None:
     """Adds up, in exact numbers, what is in flight at every op; no plan may promise less."""
     kept = 600 * 2 * toy_profile(8).bytes.layer_full_per_token
     problem = toy_problem([300, 200, *[20] * 30], [2, 2, 2], room * kept)
@@ -430,7 +523,9 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(policy
         for op in program:
             dropped = replica.recompute[stage][op.chunk]
             assert 0 <= dropped <= place.num_layers
-            own = replica.chunks[op.chunk].num_tokens * ((place.num_layers - dropped) * full + dropped * activation)
+            own = replica.chunks[op.chunk].num_tokens * (
+                (place.num_layers - dropped) * full + dropped * activation
+            )
             held += own if op.kind == OpKind.FORWARD else -own
             most = max(most, held)
         assert held == static_bytes(problem.pipeline.profile, place)
@@ -440,12 +535,17 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(policy
 def test_a_peak_one_byte_above_the_limit_is_refused(tmp_path: Path) -> None:
     profile = toy_profile(6)
     limits = limits_of(profile, [3, 3], 2_000_000)
-    header, (step,) = compiled(tmp_path, [90, 20, 30], profile, num_stages=2, memory_limit_bytes=limits)
+    header, (step,) = compiled(
+        tmp_path, [90, 20, 30], profile, num_stages=2, memory_limit_bytes=limits
+    )
     peaks = [predicted.peak_bytes for predicted in step.replicas[0].predicted]
     verify_step(msgspec.structs.replace(header, memory_limit_bytes=tuple(peaks)), step)
     for stage in range(2):
         less = tuple(peak - (s == stage) for s, peak in enumerate(peaks))
-        with pytest.raises(VerifyError, match=f"stage {stage}: a predicted peak of {peaks[stage]} bytes; the limit is"):
+        with pytest.raises(
+            VerifyError,
+            match=f"stage {stage}: a predicted peak of {peaks[stage]} bytes; the limit is",
+        ):
             verify_step(msgspec.structs.replace(header, memory_limit_bytes=less), step)
 
 
@@ -455,7 +555,9 @@ def test_a_peak_one_byte_above_the_limit_is_refused(tmp_path: Path) -> None:
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     tightness=st.sampled_from([0.4, 1.0, 1e6]),
 )
-def test_never_slower_than_plain_1f1b(lengths: list[int], counts: list[int], tightness: float) -> None:
+def test_never_slower_than_plain_1f1b(
+    lengths: list[int], counts: list[int], tightness: float
+) -> None:
     room = tightness * 6000 * max(lengths) * max(counts) + 300_000
     problem = toy_problem(lengths, counts, room)
     plain, found = plan_1f1b(problem), plan_epp(problem)

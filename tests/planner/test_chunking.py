@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinipipe.ir import Slice, chunk_chains
-from infinipipe.planner.chunking import (
+from infinipipe.planner.passes.chunking import (
     NO_GRADES,
     Bin,
     Chunks,
@@ -29,7 +29,11 @@ ATTENTION = Work(s_per_token=1e-12, s_per_pair=1.0, s_per_slice=0.0)
 
 
 def cut(
-    problem: Problem, parts: float, max_tokens: int = 10**6, even: bool = False, grades: Grades = NO_GRADES
+    problem: Problem,
+    parts: float,
+    max_tokens: int = 10**6,
+    even: bool = False,
+    grades: Grades = NO_GRADES,
 ) -> tuple[Chunks, Work, float]:
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
     target = float(work.whole(problem.lengths).sum()) / parts
@@ -41,7 +45,9 @@ def cut(
     st.floats(0.5, 60),
     st.integers(1, 400),
     st.booleans(),
-    st.sampled_from([NO_GRADES, linear_grades(3), linear_grades(5), geometric_grades(2), geometric_grades(8)]),
+    st.sampled_from(
+        [NO_GRADES, linear_grades(3), linear_grades(5), geometric_grades(2), geometric_grades(8)]
+    ),
 )
 def test_every_token_once_and_chains_in_order(
     lengths: list[int], parts: float, max_tokens: int, even: bool, grades: Grades
@@ -58,7 +64,9 @@ def test_every_token_once_and_chains_in_order(
     for sequence, pieces in seen.items():
         assert [0, *(p.stop for p in pieces)] == [*(p.start for p in pieces), lengths[sequence]]
     # Chunks are numbered chain by chain, the longest chain first.
-    assert [len(chain) for chain in chunk_chains(chunks.chunks, problem.sequences)] == list(chunks.chains)
+    assert [len(chain) for chain in chunk_chains(chunks.chunks, problem.sequences)] == list(
+        chunks.chains
+    )
     long = [size for size in chunks.chains if size > 1]
     assert long == sorted(long, reverse=True)
     assert grades.growing or list(chunks.chains) == sorted(chunks.chains, reverse=True)
@@ -77,7 +85,13 @@ def test_slices_of_one_long_sequence_have_equal_work(even: bool) -> None:
 
 def test_attention_alone_cuts_at_square_roots() -> None:
     # Equal areas under x: boundaries at sqrt(i / 4) of the length.
-    assert cut_evenly(1000, ATTENTION, ATTENTION.between(0, 1000) / 4, 1000) == [0, 500, 707, 866, 1000]
+    assert cut_evenly(1000, ATTENTION, ATTENTION.between(0, 1000) / 4, 1000) == [
+        0,
+        500,
+        707,
+        866,
+        1000,
+    ]
     assert cut_evenly(1000, LINEAR, 250, 1000) == [0, 250, 500, 750, 1000]
 
 
@@ -98,7 +112,11 @@ def test_sevens_do_not_pair_within_eight() -> None:
 def test_tails_are_filled_and_never_meet() -> None:
     problem = toy_problem([350, 310, *[10] * 60], [3, 3])
     chunks, work, target = cut(problem, 13)
-    finals = [chunk for chunk in chunks.chunks if chunk.split_slice(problem.sequences) and len(chunk.slices) > 1]
+    finals = [
+        chunk
+        for chunk in chunks.chunks
+        if chunk.split_slice(problem.sequences) and len(chunk.slices) > 1
+    ]
     assert len(finals) == 2
     works = [sum(work.between(p.start, p.stop) for p in chunk.slices) for chunk in chunks.chunks]
     assert max(works) < 1.1 * target
@@ -109,7 +127,9 @@ def test_tails_are_filled_and_never_meet() -> None:
 def test_real_lengths_pack_evenly(seed: int, parts: int) -> None:
     problem = toy_problem(draw_lengths("wikipedia", 512, seed), [3, 3])
     chunks, work, target = cut(problem, parts)
-    works = np.array([sum(work.between(p.start, p.stop) for p in chunk.slices) for chunk in chunks.chunks])
+    works = np.array(
+        [sum(work.between(p.start, p.stop) for p in chunk.slices) for chunk in chunks.chunks]
+    )
     assert parts - 1 <= len(works) <= parts + 2
     assert works.max() < 1.06 * target
     assert works.max() < 1.25 * works.mean()
@@ -118,7 +138,9 @@ def test_real_lengths_pack_evenly(seed: int, parts: int) -> None:
 def test_graded_chunks_grow_and_shrink() -> None:
     problem = toy_problem([350, *[5] * 300], [3, 3])
     chunks, work, target = cut(problem, 20, grades=linear_grades(4))
-    works = [sum(work.between(p.start, p.stop) for p in chunk.slices) / target for chunk in chunks.chunks]
+    works = [
+        sum(work.between(p.start, p.stop) for p in chunk.slices) / target for chunk in chunks.chunks
+    ]
     assert works[:3] == pytest.approx([0.25, 0.5, 0.75], abs=0.05)
     assert works[3:-3] == pytest.approx([1.0] * (len(works) - 6), abs=0.06)
     assert works[-3:] == pytest.approx([0.75, 0.5, 0.25], abs=0.05)
@@ -153,7 +175,9 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> int:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 120))
-def test_strict_packing_needs_no_more_bins_than_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+def test_strict_packing_needs_no_more_bins_than_first_fit_decreasing(
+    lengths: list[int], capacity: int
+) -> None:
     shorts = [Slice(i, 0, length) for i, length in enumerate(sorted(lengths, reverse=True))]
     packed = pack(shorts, [], LINEAR, capacity, capacity).full
     assert len(packed) <= first_fit_decreasing(lengths, capacity)
@@ -166,7 +190,9 @@ def test_real_lengths_need_no_more_bins_than_first_fit_decreasing(seed: int) -> 
     lengths = [min(length, 4096) for length in draw_lengths("wikipedia", 512, seed)]
     shorts = [Slice(i, 0, length) for i, length in enumerate(sorted(lengths, reverse=True))]
     for capacity in (4096, 8192, 16384):
-        assert len(pack(shorts, [], LINEAR, capacity, capacity).full) <= first_fit_decreasing(lengths, capacity)
+        assert len(pack(shorts, [], LINEAR, capacity, capacity).full) <= first_fit_decreasing(
+            lengths, capacity
+        )
 
 
 def test_packing_leaves_the_given_bins_alone() -> None:
@@ -178,7 +204,9 @@ def test_packing_leaves_the_given_bins_alone() -> None:
 @given(st.integers(0, 10**6), st.integers(1, 10**5), st.floats(0, 1e-3))
 def test_reach_inverts_between(start: int, length: int, s_per_pair: float) -> None:
     work = Work(s_per_token=1.0, s_per_pair=s_per_pair, s_per_slice=3.0)
-    assert work.reach(start, work.between(start, start + length)) == pytest.approx(start + length, abs=1e-3, rel=1e-9)
+    assert work.reach(start, work.between(start, start + length)) == pytest.approx(
+        start + length, abs=1e-3, rel=1e-9
+    )
 
 
 def test_boundaries_rise() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from infinipipe.costs.cost import static_bytes
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import InputError
 from infinipipe.planner.compare import InfeasibleRow, Row, compare_policies
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.partition import make_stages
-from infinipipe.profiles.cost import static_bytes
+from infinipipe.planner.passes.partition import make_stages
 from tests.planner.toys import ROOMY, toy_profile
 
 FIELDS = [
@@ -30,7 +30,11 @@ def rows(
     options = CompileOptions(num_stages=2, batch_size=4, memory_limit_bytes=limits)
     calls: list[tuple[int, int]] = []
     found = compare_policies(
-        open_dataset(path, BYTES, 256), toy_profile(6), options, policies, lambda *call: calls.append(call)
+        open_dataset(path, BYTES, 256),
+        toy_profile(6),
+        options,
+        policies,
+        lambda *call: calls.append(call),
     )
     assert calls == sorted(calls)
     assert calls[-1] == (2 * len(policies), 2 * len(policies))
@@ -63,5 +67,7 @@ def test_a_policy_without_a_plan_says_why(tmp_path: Path) -> None:
 
 
 def test_unknown_policies_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--policies best: no such policy; there are epp, paper, gpipe"):
+    with pytest.raises(
+        InputError, match="--policies best: no such policy; there are epp, paper, gpipe"
+    ):
         rows(tmp_path, [5], ("epp", "best"), (ROOMY,))

@@ -12,17 +12,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infinipipe.costs.cost import static_bytes
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Step
-from infinipipe.ir.store import open_plan
-from infinipipe.ir.verify import verify_header, verify_plan, verify_step
+from infinipipe.ir.file.check import verify_plan
+from infinipipe.ir.file.store import open_plan
+from infinipipe.ir.verify import verify_header, verify_step
 from infinipipe.planner.compile import compile_plan, deal, make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.partition import make_stages
+from infinipipe.planner.passes.partition import make_stages
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import static_bytes
 from tests.planner.toys import ROOMY, toy_pipeline, toy_profile, toy_sequences
 
 
@@ -33,7 +34,10 @@ def dataset_of(folder: Path, lengths: SequenceOf[int]) -> Dataset:
 
 
 def plan(folder: Path, lengths: SequenceOf[int], **options: Any) -> tuple[Header, list[Step]]:
-    dataset, checked = dataset_of(folder, lengths), CompileOptions(**{"memory_limit_bytes": (ROOMY,), **options})
+    dataset, checked = (
+        dataset_of(folder, lengths),
+        CompileOptions(**{"memory_limit_bytes": (ROOMY,), **options}),
+    )
     pipeline = make_pipeline(dataset, toy_profile(6), checked)
     header = make_header(dataset, pipeline, checked)
     verify_header(header)
@@ -48,7 +52,9 @@ def room(counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
     return tuple(static_bytes(profile, stage) + int(extra) for stage in make_stages(counts))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None
+)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=10),
     num_stages=st.integers(1, 6),
@@ -57,7 +63,12 @@ def room(counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
     tightness=st.floats(0.05, 3),
 )
 def test_any_lengths_give_a_plan_that_verifies(
-    tmp_path: Path, lengths: list[int], num_stages: int, num_replicas: int, batch_size: int, tightness: float
+    tmp_path: Path,
+    lengths: list[int],
+    num_stages: int,
+    num_replicas: int,
+    batch_size: int,
+    tightness: float,
 ) -> None:
     dataset = dataset_of(tmp_path, lengths)
     stages = make_pipeline(
@@ -76,19 +87,27 @@ def test_any_lengths_give_a_plan_that_verifies(
         assert step.bound_s <= step.makespan_s < step.step_s
         for replica in step.replicas:
             peaks = [predicted.peak_bytes for predicted in replica.predicted]
-            assert all(peak <= limit for peak, limit in zip(peaks, header.memory_limit_bytes, strict=True))
+            assert all(
+                peak <= limit for peak, limit in zip(peaks, header.memory_limit_bytes, strict=True)
+            )
 
 
 def test_a_sequence_larger_than_memory_is_sliced(tmp_path: Path) -> None:
     # Room for the inputs and slots of 20 tokens and for the activations of about 8 at a time.
     profile = toy_profile(6)
     sizes = profile.bytes
-    held = 20 * 3 * (sizes.activation_per_token + sizes.layer_kv_per_token + sizes.layer_kv_grad_per_token)
+    held = (
+        20
+        * 3
+        * (sizes.activation_per_token + sizes.layer_kv_per_token + sizes.layer_kv_grad_per_token)
+    )
     held += 20 * (sizes.chunk_per_token + sizes.head_per_token + 2 * sizes.context_per_token)
     moment = sizes.layer_backward_peak.constant + 8 * (
         sizes.layer_backward_peak.rate + sizes.layer_full_per_token + 3 * sizes.activation_per_token
     )
-    head = sizes.head_forward_peak.constant + 8 * (sizes.head_forward_peak.rate + sizes.logits_per_token)
+    head = sizes.head_forward_peak.constant + 8 * (
+        sizes.head_forward_peak.rate + sizes.logits_per_token
+    )
     limits = room([3, 3], held + max(moment, head))
     _, steps = plan(tmp_path, [20], num_stages=2, memory_limit_bytes=limits)
     lengths = [chunk.num_tokens for chunk in steps[0].replicas[0].chunks]
@@ -106,7 +125,13 @@ def test_one_long_sequence_at_the_end_is_found_before_anything_is_written(tmp_pa
     message = r"step . does not fit: stage . needs [\d.]+ MiB in the best plan found, [\d.]+ \w+ more than its limit of"
     calls: list[tuple[int, ...]] = []
     with pytest.raises(InfeasibleError, match=message):
-        compile_plan(dataset, toy_profile(6), options, tmp_path / "plan.msgpack", lambda *call: calls.append(call))
+        compile_plan(
+            dataset,
+            toy_profile(6),
+            options,
+            tmp_path / "plan.msgpack",
+            lambda *call: calls.append(call),
+        )
     assert calls == []
     assert [path.name for path in tmp_path.iterdir()] == ["dataset.jsonl"]
 
@@ -118,7 +143,13 @@ def test_the_file_is_the_same_every_time_and_the_seed_matters(tmp_path: Path) ->
         np.random.seed(len(written))
         options = CompileOptions(num_stages=3, batch_size=4, seed=seed, memory_limit_bytes=(ROOMY,))
         calls: list[tuple[int, ...]] = []
-        compile_plan(dataset, toy_profile(6), options, tmp_path / "p", lambda *call, calls=calls: calls.append(call))
+        compile_plan(
+            dataset,
+            toy_profile(6),
+            options,
+            tmp_path / "p",
+            lambda *call, calls=calls: calls.append(call),
+        )
         assert calls == [(1, 3), (2, 3), (3, 3)]
         written.append((tmp_path / "p").read_bytes())
         with open_plan(tmp_path / "p") as reader:
@@ -196,12 +227,21 @@ def test_options_are_checked_when_made(options: dict[str, Any], message: str) ->
 def test_options_that_do_not_fit_the_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--stages 7: tiny has only 6 layers, .* give at most 6"):
         plan(tmp_path, [5], num_stages=7)
-    with pytest.raises(InputError, match="--memory: 2 limits for 3 stages; give one, or one for each stage"):
+    with pytest.raises(
+        InputError, match="--memory: 2 limits for 3 stages; give one, or one for each stage"
+    ):
         plan(tmp_path, [5], num_stages=3, memory_limit_bytes=(ROOMY, ROOMY))
-    with pytest.raises(InputError, match=r"has 2147483647 tokens, .* more than 33554431 of tiny; give --max-length"):
+    with pytest.raises(
+        InputError, match=r"has 2147483647 tokens, .* more than 33554431 of tiny; give --max-length"
+    ):
         plan(tmp_path, [2**31 - 1], num_stages=3)
 
 
-def test_a_policy_that_does_not_split_says_so_of_a_sequence_that_no_kernel_can_index(tmp_path: Path) -> None:
-    with pytest.raises(InfeasibleError, match=r"policy does not split .* choose another --policy, or lower --max-len"):
+def test_a_policy_that_does_not_split_says_so_of_a_sequence_that_no_kernel_can_index(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        InfeasibleError,
+        match=r"policy does not split .* choose another --policy, or lower --max-len",
+    ):
         plan(tmp_path, [30_000_000, 20], policy="1f1b")

@@ -23,16 +23,27 @@ LENGTHS = (12_000, 11_000, 9_000, 9_500, 6_000, 5_500, 700, 600, 400, 300, 90, 8
 
 WHOLE = ("1f1b", "gpipe")
 """Policies that split no sequence, so that their plans have no chain to corrupt."""
-APPLICABLE = {name: [m for m in MUTATIONS if name not in WHOLE or m not in NEEDS_CHAINS] for name in sorted(POLICIES)}
+APPLICABLE = {
+    name: [m for m in MUTATIONS if name not in WHOLE or m not in NEEDS_CHAINS]
+    for name in sorted(POLICIES)
+}
 
 
 @pytest.fixture(scope="module")
-def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Header, Step]:
+def plan(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Header, Step]:
     folder: Path = tmp_path_factory.mktemp("plan")
-    (folder / "lengths.jsonl").write_text("".join(json.dumps({"length": n}) + "\n" for n in LENGTHS))
+    (folder / "lengths.jsonl").write_text(
+        "".join(json.dumps({"length": n}) + "\n" for n in LENGTHS)
+    )
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
     options = CompileOptions(
-        num_stages=4, num_replicas=2, memory_limit_bytes=(60 * 2**30,), batch_size=len(LENGTHS), policy=request.param
+        num_stages=4,
+        num_replicas=2,
+        memory_limit_bytes=(60 * 2**30,),
+        batch_size=len(LENGTHS),
+        policy=request.param,
     )
     dataset = open_dataset(folder / "lengths.jsonl", "bytes", profile.model.vocabulary_size)
     compile_plan(dataset, profile, options, folder / "plan.msgpack")
@@ -46,7 +57,9 @@ def test_every_policy_is_corrupted_in_25_ways_at_least(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "name"), [(policy, name) for policy, names in APPLICABLE.items() for name in names], indirect=["plan"]
+    ("plan", "name"),
+    [(policy, name) for policy, names in APPLICABLE.items() for name in names],
+    indirect=["plan"],
 )
 def test_corruption_is_refused(plan: tuple[Header, Step], name: str) -> None:
     header, step = plan

@@ -26,13 +26,23 @@ def inputs(tmp_path: Path) -> Path:
     lengths = np.random.default_rng(3).pareto(1.1, 24 * 8) * 800 + 10
     folder = tmp_path / "inputs"
     folder.mkdir()
-    (folder / "dataset.jsonl").write_text("".join(f'{{"length": {min(int(n), 60000)}}}\n' for n in lengths))
+    (folder / "dataset.jsonl").write_text(
+        "".join(f'{{"length": {min(int(n), 60000)}}}\n' for n in lengths)
+    )
     write_profile(analytic_profile(read_model("llama-7b"), "a800-80g"), folder / "profile.json")
     return folder
 
 
 def command(*more: object) -> list[str]:
-    return [sys.executable, "-m", "infinipipe", "compile", "dataset.jsonl", *OPTIONS, *map(str, more)]
+    return [
+        sys.executable,
+        "-m",
+        "infinipipe",
+        "compile",
+        "dataset.jsonl",
+        *OPTIONS,
+        *map(str, more),
+    ]
 
 
 def digest(folder: Path) -> str:
@@ -44,12 +54,16 @@ def compile_in(folder: Path, inputs: Path, hash_seed: int, *more: object) -> str
     for name in ("dataset.jsonl", "profile.json"):
         (folder / name).write_bytes((inputs / name).read_bytes())
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
-    done = subprocess.run(command(*more), cwd=folder, env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command(*more), cwd=folder, env=environment, capture_output=True, text=True, timeout=170
+    )
     assert done.returncode == 0, done.stderr
     return digest(folder)
 
 
-def test_folders_hash_seeds_and_workers_do_not_change_the_plan(tmp_path: Path, inputs: Path) -> None:
+def test_folders_hash_seeds_and_workers_do_not_change_the_plan(
+    tmp_path: Path, inputs: Path
+) -> None:
     one = compile_in(tmp_path / "a", inputs, 1, "--workers", 1)
     two = compile_in(tmp_path / "b", inputs, 2, "--workers", 2)
     four = compile_in(tmp_path / "c", inputs, 3, "--workers", 4)
@@ -58,11 +72,15 @@ def test_folders_hash_seeds_and_workers_do_not_change_the_plan(tmp_path: Path, i
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_compile_resumes_to_the_same_bytes(tmp_path: Path, inputs: Path, how: signal.Signals) -> None:
+def test_an_interrupted_compile_resumes_to_the_same_bytes(
+    tmp_path: Path, inputs: Path, how: signal.Signals
+) -> None:
     """CASES J4: nothing under the plan's name until it is complete."""
     whole = compile_in(tmp_path / "whole", inputs, 1)
     plan, partial = inputs / "plan.msgpack", inputs / "plan.msgpack.partial"
-    with subprocess.Popen(command("--workers", 1), cwd=inputs, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command("--workers", 1), cwd=inputs, stderr=subprocess.PIPE, text=True
+    ) as process:
         deadline = time.monotonic() + 100
         while not (partial.exists() and partial.stat().st_size > 10_000):
             assert process.poll() is None, "the compile ended before it could be interrupted"

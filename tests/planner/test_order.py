@@ -6,17 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.ir.deadlock import find_deadlock
+from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.ir.text import show_program
-from infinipipe.planner.chunking import Chunks
-from infinipipe.planner.order import Window, backward_order, interleave, make_program, stage_leads
+from infinipipe.planner.passes.chunking import Chunks
+from infinipipe.planner.passes.order import (
+    Window,
+    backward_order,
+    interleave,
+    make_program,
+    stage_leads,
+)
 
 
 def shown(chains: tuple[int, ...], num_stages: int, window: Window, depth: int = 99) -> list[str]:
     return [show_program(s, p) for s, p in enumerate(programs(chains, num_stages, window, depth))]
 
 
-def programs(chains: tuple[int, ...], num_stages: int, window: Window, depth: int) -> list[tuple[object, ...]]:
+def programs(
+    chains: tuple[int, ...], num_stages: int, window: Window, depth: int
+) -> list[tuple[object, ...]]:
     chunks = Chunks(chunks=(), chains=chains)
     backwards = backward_order(chunks)
     return [

@@ -6,12 +6,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from infinipipe.costs.cost import static_bytes
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Stage
-from infinipipe.planner.partition import make_stages, partition_layers
+from infinipipe.planner.passes.partition import make_stages, partition_layers
 from infinipipe.profiles import Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import static_bytes
 from tests.planner.toys import toy_profile
 
 LENGTHS = np.array([1000, 5000, 300])
@@ -20,8 +20,12 @@ ROOMY = 2**45
 
 def counts(profile: Profile, num_stages: int, limit: int = ROOMY) -> list[int]:
     stages = partition_layers(profile, num_stages, [limit] * num_stages, LENGTHS)
-    assert [stage.first_layer for stage in stages] == np.cumsum([0, *(s.num_layers for s in stages[:-1])]).tolist()
-    assert [(s.embedding, s.head) for s in stages] == [(i == 0, i == num_stages - 1) for i in range(num_stages)]
+    assert [stage.first_layer for stage in stages] == np.cumsum(
+        [0, *(s.num_layers for s in stages[:-1])]
+    ).tolist()
+    assert [(s.embedding, s.head) for s in stages] == [
+        (i == 0, i == num_stages - 1) for i in range(num_stages)
+    ]
     return [stage.num_layers for stage in stages]
 
 
@@ -62,18 +66,25 @@ def test_memory_moves_layers() -> None:
 def test_too_little_memory_names_the_stage_or_the_model() -> None:
     profile = toy_profile(12)
     one = static_bytes(profile, Stage(first_layer=1, num_layers=1, embedding=False, head=False))
-    with pytest.raises(InfeasibleError, match=r"stage 0 needs 3\.\d+ MiB .* one layer and the embedding, .*--memory"):
+    with pytest.raises(
+        InfeasibleError,
+        match=r"stage 0 needs 3\.\d+ MiB .* one layer and the embedding, .*--memory",
+    ):
         partition_layers(profile, 3, [one] * 3, LENGTHS)
     three = [static_bytes(profile, stage) for stage in make_stages([3, 3, 3])]
     with pytest.raises(
-        InfeasibleError, match=r"12 layers of tiny do not fit into 3 stages .* room for 9; raise --stages"
+        InfeasibleError,
+        match=r"12 layers of tiny do not fit into 3 stages .* room for 9; raise --stages",
     ):
         partition_layers(profile, 3, three, LENGTHS)
 
 
 def test_uneven_stages_are_no_slower() -> None:
     profile = analytic_profile(read_model("llama3-8b"), "a800-80g")
-    layer = profile.times.layer_forward.curve.seconds[10] + profile.times.layer_backward.curve.seconds[10]
+    layer = (
+        profile.times.layer_forward.curve.seconds[10]
+        + profile.times.layer_backward.curve.seconds[10]
+    )
     head = profile.times.head_forward.seconds[10] + profile.times.head_backward.seconds[10]
     found = counts(profile, 8)
     assert max(max(found[:-1]) * layer, found[-1] * layer + head) <= 4 * layer + head
@@ -83,6 +94,10 @@ def test_profiles_without_attention_or_head_cost_balance_too() -> None:
     profile = toy_profile(8)
     flat = msgspec.structs.replace(profile.times.head_forward, seconds=(0.0, 0.0))
     free = msgspec.structs.replace(
-        profile.times, head_forward=flat, head_backward=flat, embedding_forward=flat, embedding_backward=flat
+        profile.times,
+        head_forward=flat,
+        head_backward=flat,
+        embedding_forward=flat,
+        embedding_backward=flat,
     )
     assert counts(msgspec.structs.replace(profile, times=free), 4) == [2, 2, 2, 2]

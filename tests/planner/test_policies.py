@@ -14,15 +14,26 @@ from infinipipe.ir import OpKind, Slice, chunk_chains
 from infinipipe.ir.text import show_program
 from infinipipe.planner import diagonals, epp, paper
 from infinipipe.planner.bound import makespan_bound
-from infinipipe.planner.checkpointing import Shortage
-from infinipipe.planner.diagonals import diagonal_counts, diagonal_places, solve_diagonals, sweep_diagonals
-from infinipipe.planner.epp import Space, plan_epp
-from infinipipe.planner.order import join_leads, make_program, overlap_leads, stage_leads
-from infinipipe.planner.paper import make_chains, plan_paper
-from infinipipe.planner.partition import partition_layers
+from infinipipe.planner.passes.order import join_leads, make_program, overlap_leads, stage_leads
+from infinipipe.planner.passes.partition import partition_layers
+from infinipipe.planner.passes.recompute import Shortage
+from infinipipe.planner.passes.schedule import (
+    Schedule,
+    is_better,
+    make_replica,
+    order_memories,
+    price,
+)
 from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
+from infinipipe.planner.policies.epp import Space, plan_epp
+from infinipipe.planner.policies.paper import make_chains, plan_paper
+from infinipipe.planner.policies.tied_recompute import (
+    diagonal_counts,
+    diagonal_places,
+    solve_diagonals,
+    sweep_diagonals,
+)
 from infinipipe.planner.problem import Pipeline, Problem, average_work
-from infinipipe.planner.schedule import Schedule, is_better, make_replica, order_memories, price
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.test_chunking import cut
@@ -86,7 +97,9 @@ def test_gpipe_runs_all_forwards_first() -> None:
 
 def test_gpipe_takes_rounds_when_memory_is_short() -> None:
     roomy = planned("gpipe", toy_problem([30] * 8, [2, 2]))
-    most = max(float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories))
+    most = max(
+        float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories)
+    )
     tight = toy_problem([30] * 8, [2, 2], 0.2 * most)
     found = planned("gpipe", tight)
     assert found.makespan_s > roomy.makespan_s
@@ -114,7 +127,11 @@ def test_baselines_recompute_statically() -> None:
 def test_seq1f1b_slices_equally_and_last_in_first_out() -> None:
     problem = toy_problem([240, 60, 60, 60, 60], [2, 2])
     found = planned("seq1f1b", problem)
-    chains = [chain for chain in chunk_chains(found.priced.chunks.chunks, problem.sequences) if len(chain) > 1]
+    chains = [
+        chain
+        for chain in chunk_chains(found.priced.chunks.chunks, problem.sequences)
+        if len(chain) > 1
+    ]
     lengths = [found.priced.chunks.chunks[c].num_tokens for c in chains[0]]
     assert max(lengths) - min(lengths) <= 1
     backwards = found.memories[0].chunks[found.memories[0].directions < 0].tolist()
@@ -155,11 +172,17 @@ def test_epp_is_best_on_real_lengths(seed: int, tightness: float) -> None:
 def test_epp_is_never_worse_than_another_policy(
     lengths: list[int], counts: list[int], tightness: float, context: int
 ) -> None:
-    kept = max(counts) * max(lengths) * toy_problem([1], counts).pipeline.profile.bytes.layer_full_per_token
+    kept = (
+        max(counts)
+        * max(lengths)
+        * toy_problem([1], counts).pipeline.profile.bytes.layer_full_per_token
+    )
     problem = toy_problem(lengths, counts, tightness * kept)
     problem = replace(problem, pipeline=replace(problem.pipeline, context_tokens=context))
     own, others = plan_epp(problem), [POLICIES[policy](problem) for policy in RIVALS]
-    fastest = min((other.makespan_s for other in others if isinstance(other, Schedule)), default=None)
+    fastest = min(
+        (other.makespan_s for other in others if isinstance(other, Schedule)), default=None
+    )
     if fastest is not None:
         assert isinstance(own, Schedule)
         assert own.makespan_s <= fastest
@@ -215,7 +238,9 @@ def test_algorithm_1_cuts_every_sequence_by_the_longest_ones_mesh() -> None:
     second = [piece.stop for piece in bounds[1] if piece]
     assert second[:-1] == longest[: len(second) - 1]
     assert second[-1] == 280
-    assert sorted({p.sequence for chain in chains for chunk in chain for p in chunk.slices}) == list(range(6))
+    assert sorted(
+        {p.sequence for chain in chains for chunk in chain for p in chunk.slices}
+    ) == list(range(6))
 
 
 def test_one_slice_splits_nothing() -> None:
@@ -249,7 +274,9 @@ def test_integer_program_fits_and_is_no_worse_than_the_sweep(fraction: float) ->
     repaired = sweep_diagonals(memories, limits, solved)  # type: ignore[arg-type]
     assert not isinstance(repaired, Shortage)
     assert np.all(repaired >= solved)
-    for memory, row, limit in zip(memories, diagonal_counts(memories, repaired), limits, strict=True):  # type: ignore[arg-type]
+    for memory, row, limit in zip(
+        memories, diagonal_counts(memories, repaired), limits, strict=True
+    ):  # type: ignore[arg-type]
         assert memory.during(row).max() <= limit
 
 
@@ -262,16 +289,23 @@ def test_epp_is_no_worse_than_the_paper_where_memory_is_short(data: str, num_sta
     assert isinstance(alone, Schedule)
     assert own.makespan_s <= alone.makespan_s
     # As a rival it is pruned, but finds what it finds alone if only that would win.
-    slower = replace(alone, timeline=replace(alone.timeline, end_s=tuple(1.001 * e for e in alone.timeline.end_s)))
+    slower = replace(
+        alone,
+        timeline=replace(alone.timeline, end_s=tuple(1.001 * e for e in alone.timeline.end_s)),
+    )
     again = plan_paper(problem, slower)
     assert isinstance(again, Schedule)
     assert again.makespan_s == alone.makespan_s
 
 
 def test_scips_counts_are_used_where_they_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = analytic_problem([min(length, 49_152) for length in draw_lengths("mooncake", 64, 0)], 8, 40)
+    problem = analytic_problem(
+        [min(length, 49_152) for length in draw_lengths("mooncake", 64, 0)], 8, 40
+    )
     solved = plan_paper(problem)
-    monkeypatch.setattr(paper, "solve_diagonals", lambda memories, limits, start: (start, "not asked", None))
+    monkeypatch.setattr(
+        paper, "solve_diagonals", lambda memories, limits, start: (start, "not asked", None)
+    )
     swept = plan_paper(problem)
     assert isinstance(solved, Schedule)
     assert isinstance(swept, Schedule)
@@ -303,7 +337,9 @@ def test_ctrl_c_is_not_scips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught == [False]
     for tightness in (2.0, 1.5, 1.2, 1.0, 0.8):
         kept = 2 * 200 * toy_problem([1], [2, 2]).pipeline.profile.bytes.layer_full_per_token
-        found = plan_epp(toy_problem([200, 60, 50, 40], [2, 2], tightness * kept), Space(rivals=False))
+        found = plan_epp(
+            toy_problem([200, 60, 50, 40], [2, 2], tightness * kept), Space(rivals=False)
+        )
         if isinstance(found, Schedule) and found.search.solver == "SCIP":
             break
     assert len(caught) > 1
@@ -333,7 +369,10 @@ def test_counts_are_tied_along_diagonals() -> None:
     order = [memory.chunks[memory.directions < 0] for memory in memories]  # type: ignore[attr-defined]
     for stage in range(2):
         # ckpt(p, k) = ckpt(p + 1, k + 1), k counted in the order of B
-        assert counts[stage][order[stage]][:-1].tolist() == counts[stage + 1][order[stage + 1]][1:].tolist()
+        assert (
+            counts[stage][order[stage]][:-1].tolist()
+            == counts[stage + 1][order[stage + 1]][1:].tolist()
+        )
     assert diagonal_places(memories[0], 3, 0)[order[0][0]] == 2  # type: ignore[arg-type]
 
 
@@ -352,16 +391,23 @@ def test_paper_groups_long_chains_apart_when_memory_is_short() -> None:
 
 def test_backward_ops_only() -> None:
     replica = make_replica(planned("epp", toy_problem([50, 20], [2, 2])))
-    assert {op.kind for program in replica.programs for op in program} == {OpKind.FORWARD, OpKind.BACKWARD}
+    assert {op.kind for program in replica.programs for op in program} == {
+        OpKind.FORWARD,
+        OpKind.BACKWARD,
+    }
 
 
 def test_stages_keep_to_their_own_limits() -> None:
     free = toy_problem([60, 50, 40, 30] * 4, [2, 2, 2, 2])
     roomy = planned("epp", free)
-    most = [float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories)]
+    most = [
+        float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories)
+    ]
     static = [limit - ROOMY for limit in free.pipeline.limits]
     shares = (0.5, 2.0, 2.0, 0.5)
-    limits = tuple(int(s + share * (m - s)) for s, m, share in zip(static, most, shares, strict=True))
+    limits = tuple(
+        int(s + share * (m - s)) for s, m, share in zip(static, most, shares, strict=True)
+    )
     problem = replace(free, pipeline=replace(free.pipeline, limits=limits))
     found = planned("epp", problem)
     sums = found.recompute.sum(axis=1).tolist()
@@ -376,7 +422,11 @@ def test_a_smaller_space_is_never_better() -> None:
     lengths = [max(1, length // 60) for length in draw_lengths("mooncake", 30, 7)]
     problem = toy_problem(lengths, [2, 2, 2])
     whole = planned("epp", problem).makespan_s
-    for space in (Space(attentions=(0.0,)), Space(grades=("no",)), Space(recompute="full", rivals=False)):
+    for space in (
+        Space(attentions=(0.0,)),
+        Space(grades=("no",)),
+        Space(recompute="full", rivals=False),
+    ):
         found = plan_epp(problem, space)
         assert isinstance(found, Schedule)
         assert found.makespan_s >= 0.999 * whole
@@ -386,7 +436,9 @@ def test_a_smaller_space_is_never_better() -> None:
     assert full.makespan_s > 1.15 * whole
 
 
-def test_a_solver_cut_short_still_gives_what_the_sweep_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_cut_short_still_gives_what_the_sweep_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, memories, limits = tight_memories(0.3)
     swept = sweep_diagonals(memories, limits)  # type: ignore[arg-type]
     assert not isinstance(swept, Shortage)
@@ -417,4 +469,8 @@ def test_parts_follow_one_another_and_overlap_as_deep_as_1f1b() -> None:
     first, second = np.array([[2, 2], [2, 2], [1, 2]]), np.array([[3, 3, 3], [2, 3, 3], [1, 2, 3]])
     one_by_one = join_leads([first, second])
     assert one_by_one.tolist() == [[2, 2, 5, 5, 5], [2, 2, 4, 5, 5], [1, 2, 3, 4, 5]]
-    assert overlap_leads(one_by_one, [2, 5]).tolist() == [[3, 4, 5, 5, 5], [2, 3, 4, 5, 5], [1, 2, 3, 4, 5]]
+    assert overlap_leads(one_by_one, [2, 5]).tolist() == [
+        [3, 4, 5, 5, 5],
+        [2, 3, 4, 5, 5],
+        [1, 2, 3, 4, 5],
+    ]

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from infinipipe.costs.cost import static_bytes
 from infinipipe.ir import Sequence
-from infinipipe.planner.partition import make_stages
+from infinipipe.planner.passes.partition import make_stages
 from infinipipe.planner.problem import Pipeline, Problem
 from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import static_bytes
 from infinipipe.profiles.models import model_from_config
 
 ROOMY = 2**62
@@ -63,7 +63,9 @@ def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:
     return tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths))
 
 
-def toy_pipeline(counts: SequenceOf[int], room_bytes: float = ROOMY, context_tokens: int = 1) -> Pipeline:
+def toy_pipeline(
+    counts: SequenceOf[int], room_bytes: float = ROOMY, context_tokens: int = 1
+) -> Pipeline:
     """Return stages of so many layers, each with so many bytes besides its static ones.
 
     No system packs less than the longest sequence, so a context of 1 leaves that to each problem.
@@ -73,8 +75,12 @@ def toy_pipeline(counts: SequenceOf[int], room_bytes: float = ROOMY, context_tok
     return Pipeline(profile, stages, limits, logits_tokens=16, context_tokens=context_tokens)
 
 
-def toy_problem(lengths: SequenceOf[int], counts: SequenceOf[int], room_bytes: float = ROOMY) -> Problem:
-    return Problem(toy_pipeline(counts, room_bytes), toy_sequences(lengths), tuple(range(len(lengths))))
+def toy_problem(
+    lengths: SequenceOf[int], counts: SequenceOf[int], room_bytes: float = ROOMY
+) -> Problem:
+    return Problem(
+        toy_pipeline(counts, room_bytes), toy_sequences(lengths), tuple(range(len(lengths)))
+    )
 
 
 def draw_lengths(name: str, count: int, seed: int) -> list[int]:

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from infinipipe.costs.cost import curve_seconds
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
+from infinipipe.measure.refine import scale_times
 from infinipipe.profiles import (
     PRESETS,
     Profile,
@@ -20,8 +22,6 @@ from infinipipe.profiles import (
     write_profile,
 )
 from infinipipe.profiles.analytic import DEVICES, analytic_profile
-from infinipipe.profiles.cost import curve_seconds
-from infinipipe.profiles.refine import scale_times
 
 PEAK_FLOPS = {"a800-80g": 312e12, "a100-80g": 312e12, "h100-80g": 989e12, "h200-141g": 989e12}
 
@@ -58,7 +58,11 @@ def test_attention_of_7b_costs_what_flash_attention_does() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_i_and_w_together_cost_a_little_more_than_b(preset: str, device: str) -> None:
     times = analytic_profile(read_model(preset), device).times
-    backward, inputs, weights = times.layer_backward, times.layer_input_backward, times.layer_weight_backward
+    backward, inputs, weights = (
+        times.layer_backward,
+        times.layer_input_backward,
+        times.layer_weight_backward,
+    )
     assert inputs is not None
     assert weights is not None
     sizes = np.array([1, *backward.curve.tokens, 100_000])
@@ -81,11 +85,17 @@ def test_w_is_as_long_as_the_products_it_has() -> None:
     # 2 flops per weight and token at 0.78 of 312 TFLOP/s, give or take a wave of tiles; inputs and outputs are read.
     products = 2 * 16384 * 4096 * (4 * 4096 + 3 * 11008) / (0.78 * 312e12)
     read = 16384 * 2 * (8 * 4096 + 3 * 11008) / (0.85 * 2.0e12)
-    assert products + read < float(curve_seconds(weights.curve, np.array([16384]))[0]) < 1.02 * products + read
+    assert (
+        products + read
+        < float(curve_seconds(weights.curve, np.array([16384]))[0])
+        < 1.02 * products + read
+    )
 
 
 def test_links_differ_where_the_data_sheets_do() -> None:
-    a800, a100 = (analytic_profile(read_model("llama-7b"), name) for name in ("a800-80g", "a100-80g"))
+    a800, a100 = (
+        analytic_profile(read_model("llama-7b"), name) for name in ("a800-80g", "a100-80g")
+    )
     assert a800.times.transfer_s.rate == pytest.approx(1.5 * a100.times.transfer_s.rate)
     assert a800.times.layer_forward == a100.times.layer_forward
 
@@ -107,7 +117,12 @@ def test_bytes_are_those_that_autograd_saves() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-    shape = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(**shape, num_hidden_layers=1, vocab_size=100, attn_implementation="sdpa")
     layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
     hidden = torch.randn(1, 32, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -140,7 +155,10 @@ def tiny_like(shape: dict[str, int]) -> Model:
 
 
 def test_memory_is_less_than_the_data_sheet() -> None:
-    memory = [analytic_profile(read_model("tiny"), device).device.memory_bytes / 2**30 for device in DEVICES]
+    memory = [
+        analytic_profile(read_model("tiny"), device).device.memory_bytes / 2**30
+        for device in DEVICES
+    ]
     assert memory == [77, 77, 77, 137]
 
 
@@ -148,8 +166,14 @@ def test_memory_is_less_than_the_data_sheet() -> None:
 def test_every_preset_round_trips_and_never_changes(preset: str) -> None:
     profile = analytic_profile(read_model(preset), "h100-80g")
     assert msgspec.json.decode(msgspec.json.encode(profile), type=Profile) == profile
-    assert profile_sha256(profile) == profile_sha256(analytic_profile(read_model(preset), "h100-80g"))
-    assert (profile.source, profile.dtype, profile.device.num_devices) == ("analytic", "bfloat16", 8)
+    assert profile_sha256(profile) == profile_sha256(
+        analytic_profile(read_model(preset), "h100-80g")
+    )
+    assert (profile.source, profile.dtype, profile.device.num_devices) == (
+        "analytic",
+        "bfloat16",
+        8,
+    )
 
 
 def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
@@ -158,7 +182,10 @@ def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
     times = replace(profile.times, layer_input_backward=None, layer_weight_backward=None)
     old = replace(profile, times=times, bytes=replace(profile.bytes, layer_split_per_token=None))
     write_profile(old, tmp_path / "old.json")
-    fields = {*msgspec.structs.asdict(profile.times)} - {"layer_input_backward", "layer_weight_backward"}
+    fields = {*msgspec.structs.asdict(profile.times)} - {
+        "layer_input_backward",
+        "layer_weight_backward",
+    }
     assert json.loads((tmp_path / "old.json").read_text())["times"].keys() == fields
     assert b"layer_split_per_token" not in pack_profile(old)
     assert read_profile(tmp_path / "old.json") == old
@@ -171,7 +198,9 @@ def test_i_and_w_are_priced_both_or_not_at_all(lacking: str, tmp_path: Path) -> 
     document = msgspec.to_builtins(analytic_profile(read_model("tiny"), "a800-80g"))
     del document["times"][lacking]
     (tmp_path / "half.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"half.json: not a profile: layer_input_.* are both needed, or neither"):
+    with pytest.raises(
+        InputError, match=r"half.json: not a profile: layer_input_.* are both needed, or neither"
+    ):
         read_profile(tmp_path / "half.json")
 
 
@@ -180,11 +209,16 @@ def test_refining_scales_i_and_w_too() -> None:
     scaled = scale_times(times, 2.0)
     assert times.layer_weight_backward is not None
     assert scaled.layer_weight_backward is not None
-    assert scaled.layer_weight_backward.curve.seconds[-1] == 2 * times.layer_weight_backward.curve.seconds[-1]
+    assert (
+        scaled.layer_weight_backward.curve.seconds[-1]
+        == 2 * times.layer_weight_backward.curve.seconds[-1]
+    )
     measured = replace(times, layer_input_backward=None, layer_weight_backward=None)
     assert scale_times(measured, 2.0).layer_input_backward is None
 
 
 def test_unknown_device_is_named() -> None:
-    with pytest.raises(InputError, match=r"--analytic v100: no such device; known are a800-80g, a100-80g"):
+    with pytest.raises(
+        InputError, match=r"--analytic v100: no such device; known are a800-80g, a100-80g"
+    ):
         analytic_profile(read_model("tiny"), "v100")

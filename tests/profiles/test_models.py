@@ -37,10 +37,15 @@ SMALL = {
     ],
     ids=str,
 )
-def test_parameters_equal_those_that_transformers_builds(architecture: str, more: dict[str, Any]) -> None:
+def test_parameters_equal_those_that_transformers_builds(
+    architecture: str, more: dict[str, Any]
+) -> None:
     """Also where a key is left out or null: the plan's config then says what was taken."""
     config = (
-        SMALL | {"model_type": architecture} | ({"sliding_window": None} if architecture == "mistral" else {}) | more
+        SMALL
+        | {"model_type": architecture}
+        | ({"sliding_window": None} if architecture == "mistral" else {})
+        | more
     )
     model = model_from_config(architecture, config)
     written = json.loads(model.config)
@@ -76,7 +81,11 @@ def test_presets_have_the_published_number_of_parameters() -> None:
     assert PRESETS.keys() == {"tiny", *PUBLISHED}
     for preset, parameters in PUBLISHED.items():
         model = read_model(preset)
-        total = model.num_layers * model.layer_parameters + 2 * model.embedding_parameters + model.hidden_size
+        total = (
+            model.num_layers * model.layer_parameters
+            + 2 * model.embedding_parameters
+            + model.hidden_size
+        )
         assert total == pytest.approx(parameters, rel=1e-3)
 
 
@@ -86,13 +95,25 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ({"model_type": "mamba"}, "architecture 'mamba' is not supported; supported are llama"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"model_type": "mistral"}, "sliding-window attention is not supported"),
-        ({"model_type": "mistral", "sliding_window": 128, "use_sliding_window": False}, "sliding-window"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
+        (
+            {"model_type": "mistral", "sliding_window": 128, "use_sliding_window": False},
+            "sliding-window",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "sliding-window",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
+            "sliding-window",
+        ),
         ({"layer_types": 5}, "layer_types in the config must be a list"),
         ({"attention_dropout": 0.1}, "attention_dropout is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized model cannot be trained"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rope depends on the length"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "dynamic rope depends on the length",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic rope"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope rope"),
         ({"rope_scaling": "linear"}, "rope_scaling in the config must be an object"),
@@ -100,7 +121,10 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ({"hidden_size": -64}, "must be a positive integer"),
         ({"hidden_size": 2**40}, "must be a positive integer"),
         ({"num_hidden_layers": True}, "must be a positive integer"),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings in the config must be true or false"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings in the config must be true or false",
+        ),
         ({"num_key_value_heads": 5}, "32 attention heads cannot share 5 K/V heads evenly"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
     ],
@@ -123,7 +147,9 @@ def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
         read_model(str(tmp_path / "nowhere"))
 
 
-def test_the_tokenizer_is_that_of_the_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_that_of_the_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL | {"model_type": "llama"}))
     assert read_model(str(tmp_path)).tokenizer == "bytes"
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -40,7 +40,9 @@ from tests.plans import make_header, order_1f1b
 CPU = torch.device("cpu")
 
 
-def small_model(architecture: str = "llama", num_layers: int = 4, tied: bool = False, **more: object) -> Model:
+def small_model(
+    architecture: str = "llama", num_layers: int = 4, tied: bool = False, **more: object
+) -> Model:
     """A model of a supported architecture with grouped-query attention, small enough for hundreds of runs."""
     shape = {
         "num_hidden_layers": num_layers,
@@ -51,7 +53,9 @@ def small_model(architecture: str = "llama", num_layers: int = 4, tied: bool = F
     }
     # Larger weights than usual, so that attention is far from uniform and every gradient matters.
     config = (
-        PRESETS["tiny"] | shape | {"model_type": architecture, "initializer_range": 0.2, "tie_word_embeddings": tied}
+        PRESETS["tiny"]
+        | shape
+        | {"model_type": architecture, "initializer_range": 0.2, "tie_word_embeddings": tied}
     )
     return model_from_config(architecture, config | {"sliding_window": None} | more)
 
@@ -76,10 +80,15 @@ def hand_header(model: Model, layers: SequenceOf[int], **changes: object) -> Hea
     first = [sum(layers[:s]) for s in range(len(layers))]
     last = len(layers) - 1
     stages = tuple(
-        Stage(first_layer=first[s], num_layers=n, embedding=s == 0, head=s == last) for s, n in enumerate(layers)
+        Stage(first_layer=first[s], num_layers=n, embedding=s == 0, head=s == last)
+        for s, n in enumerate(layers)
     )
     return msgspec.structs.replace(
-        make_header(), model=model, stages=stages, memory_limit_bytes=(10**9,) * len(layers), **changes
+        make_header(),
+        model=model,
+        stages=stages,
+        memory_limit_bytes=(10**9,) * len(layers),
+        **changes,
     )
 
 
@@ -125,7 +134,8 @@ def _hand_replica(
             for s, stage in enumerate(header.stages)
         ),
         programs=tuple(order_1f1b(chains, s, num_stages) for s in range(num_stages)),
-        predicted=(StagePrediction(busy_s=0.5, recompute_s=0.0, bubble_s=0.5, peak_bytes=10**6),) * num_stages,
+        predicted=(StagePrediction(busy_s=0.5, recompute_s=0.0, bubble_s=0.5, peak_bytes=10**6),)
+        * num_stages,
     )
 
 
@@ -148,7 +158,9 @@ def replay(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) ->
             _LoopbackStage(header, index, seed, transport)
             for index, transport in enumerate(LoopbackTransport.connect(len(header.stages)))
         ]
-        threads = [threading.Thread(target=stage.run, args=(step, replica, dataset)) for stage in stages]
+        threads = [
+            threading.Thread(target=stage.run, args=(step, replica, dataset)) for stage in stages
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -179,14 +191,18 @@ class _LoopbackStage:
     def run(self, step: Step, replica: object, dataset: MemoryDataset) -> None:
         run_layers = self.model.run_layers
 
-        def keep_output(hidden: Tensor, positions: Tensor, segments: object, recompute: int) -> Tensor:
+        def keep_output(
+            hidden: Tensor, positions: Tensor, segments: object, recompute: int
+        ) -> Tensor:
             result = run_layers(hidden, positions, segments, recompute)
             self.outputs[len(self.outputs)] = result.detach().clone()
             return result
 
         self.model.run_layers = keep_output
         try:
-            self.loss = float(self.executor.run(step, replica, StepData(dataset, step, self.loss_norm)))
+            self.loss = float(
+                self.executor.run(step, replica, StepData(dataset, step, self.loss_norm))
+            )
         except Exception as error:
             self.error = error
 
@@ -197,17 +213,25 @@ class _LoopbackStage:
 def whole_model(model: Model, seed: int = 0) -> torch.nn.Module:
     """Return transformers' own model with the weights that the stages have, attending by its own SDPA code."""
     config = AutoConfig.for_model(**json.loads(model.config))
-    whole = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    stage = StageModel(model, Stage(first_layer=0, num_layers=model.num_layers, embedding=True, head=True), CPU)
+    whole = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
+    stage = StageModel(
+        model, Stage(first_layer=0, num_layers=model.num_layers, embedding=True, head=True), CPU
+    )
     stage.init_random(seed)
-    missing = whole.load_state_dict({n: p.detach() for n, p in stage.global_parameters().items()}, strict=False)
+    missing = whole.load_state_dict(
+        {n: p.detach() for n, p in stage.global_parameters().items()}, strict=False
+    )
     assert not missing.unexpected_keys
     assert set(missing.missing_keys) <= {HEAD}
     whole.tie_weights()
     return whole
 
 
-def oracle(header: Header, step: Step, dataset: MemoryDataset, whole: torch.nn.Module | None = None) -> Result:
+def oracle(
+    header: Header, step: Step, dataset: MemoryDataset, whole: torch.nn.Module | None = None
+) -> Result:
     """One process, each sequence alone: no packing, no slicing, no recompute."""
     whole = whole or whole_model(header.model)
     total = torch.zeros(())
@@ -215,14 +239,20 @@ def oracle(header: Header, step: Step, dataset: MemoryDataset, whole: torch.nn.M
         if not sequence.num_targets:
             continue
         example = dataset.read(sequence.row)
-        logits = whole(input_ids=torch.from_numpy(example.input_ids)[None], use_cache=False).logits[0, :-1]
+        logits = whole(input_ids=torch.from_numpy(example.input_ids)[None], use_cache=False).logits[
+            0, :-1
+        ]
         labels = torch.from_numpy(example.labels)[1:]
         loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
         loss = loss * token_weight(sequence, step.denominator, header.loss_norm)
         loss.backward()
         total += loss.detach()
     names = dict(whole.named_parameters())
-    return Result(float(total), {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in names.items()}, [])
+    return Result(
+        float(total),
+        {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in names.items()},
+        [],
+    )
 
 
 def assert_equal(result: Result, expected: Result, tolerance: float = 1e-5) -> None:

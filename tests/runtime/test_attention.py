@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.runtime.attention import BlockKernel, CpuKernel, Kernel, KVStore, Segment, Segments, chunk_attention
+from infinipipe.runtime.attention.chunk_attention import (
+    BlockKernel,
+    CpuKernel,
+    Kernel,
+    KVStore,
+    Segment,
+    Segments,
+    chunk_attention,
+)
 from infinipipe.runtime.memory import CpuMemory
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -20,7 +28,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one sequence; (1, heads, tokens, head dim)."""
     groups = HEADS // KV_HEADS
     return torch.nn.functional.scaled_dot_product_attention(
-        q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), is_causal=True, scale=SCALE
+        q,
+        k.repeat_interleave(groups, 1),
+        v.repeat_interleave(groups, 1),
+        is_causal=True,
+        scale=SCALE,
     )
 
 
@@ -31,13 +43,17 @@ def qkv(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend(tensors: tuple[Tensor, Tensor, Tensor], segments: Segments) -> Tensor:
-    out, _ = chunk_attention(SimpleNamespace(layer_idx=0), *tensors, None, scaling=SCALE, segments=segments)
+    out, _ = chunk_attention(
+        SimpleNamespace(layer_idx=0), *tensors, None, scaling=SCALE, segments=segments
+    )
     return out.transpose(1, 2)
 
 
 @pytest.mark.parametrize("kernel", [CpuKernel(), BlockKernel()], ids=["cpu", "blocks"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_kernels_agree_with_the_reference(kernel: Kernel, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_agree_with_the_reference(
+    kernel: Kernel, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BlockKernel, "block", 5)
     q, k, v = qkv(13)
     groups = HEADS // KV_HEADS
@@ -62,7 +78,9 @@ def test_slices_equal_the_whole_sequence(
     kernel: Kernel, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CASES A4, B3: positions 4..7 and 8..11 attend to all before them; backward from the last slice to the first."""
-    monkeypatch.setattr("infinipipe.runtime.attention.kernel_for", lambda device: kernel)
+    monkeypatch.setattr(
+        "infinipipe.runtime.attention.chunk_attention.kernel_for", lambda device: kernel
+    )
     whole = qkv(12)
     expected = reference(*whole)
     grad = torch.randn_like(expected)
@@ -76,10 +94,14 @@ def test_slices_equal_the_whole_sequence(
         parts.append(part)
     assert torch.allclose(torch.cat(outputs, 2), expected, atol=1e-6)
     found = []
-    for (start, stop), out, part in reversed(list(zip(itertools.pairwise(bounds), outputs, parts, strict=True))):
+    for (start, stop), out, part in reversed(
+        list(zip(itertools.pairwise(bounds), outputs, parts, strict=True))
+    ):
         found.append(torch.autograd.grad(out, part, grad[:, :, start:stop]))
     for index, gradient in enumerate(gradients):
-        assert torch.allclose(torch.cat([f[index] for f in reversed(found)], 2), gradient, atol=1e-5)
+        assert torch.allclose(
+            torch.cat([f[index] for f in reversed(found)], 2), gradient, atol=1e-5
+        )
     assert len(store) == (len(lengths) > 1)
 
 
@@ -87,7 +109,10 @@ def test_memory_of_a_pack_grows_with_its_tokens_not_their_square() -> None:
     """CASES A12: 64 sequences of 128 tokens make no tensor of (64 * 128)^2 elements, nor anything near."""
     length, count = 128, 64
     tokens = length * count
-    table = tuple(Segment(first=i * length, length=length, sequence=i, start=0, total=length) for i in range(count))
+    table = tuple(
+        Segment(first=i * length, length=length, sequence=i, start=0, total=length)
+        for i in range(count)
+    )
     tensors = qkv(tokens)
     with CpuMemory(tensors) as memory:
         before = memory.current_bytes
@@ -116,6 +141,8 @@ def test_the_cuda_kernel_equals_the_cpu_kernel() -> None:
     for device, kernel in (("cpu", CpuKernel()), ("cuda", BlockKernel())):
         q, k, v, g = (t.to(device) for t in (*tensors, grad))
         out, lse = kernel.forward(q, k, v, True, SCALE)
-        results.append([t.cpu() for t in (out, lse, *kernel.backward(g, q, k, v, out, lse, True, SCALE))])
+        results.append(
+            [t.cpu() for t in (out, lse, *kernel.backward(g, q, k, v, out, lse, True, SCALE))]
+        )
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-4)

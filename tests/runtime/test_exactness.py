@@ -7,7 +7,15 @@ import itertools
 import pytest
 import torch
 
-from tests.runtime.replay import MemoryDataset, assert_equal, hand_header, hand_step, oracle, replay, small_model
+from tests.runtime.replay import (
+    MemoryDataset,
+    assert_equal,
+    hand_header,
+    hand_step,
+    oracle,
+    replay,
+    small_model,
+)
 
 RECOMPUTE = {
     "none": lambda stage, chunk: 0,
@@ -55,7 +63,9 @@ def test_hybrid_chunks_equal_the_unsplit_model(num_stages: int, recompute: str) 
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))
 
 
-@pytest.mark.parametrize("order", [(3, 40, 5), (40, 3, 29)], ids=["short-long-short", "long-short-long"])
+@pytest.mark.parametrize(
+    "order", [(3, 40, 5), (40, 3, 29)], ids=["short-long-short", "long-short-long"]
+)
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_chunks_of_different_lengths_in_one_step(order: tuple[int, ...], num_stages: int) -> None:
     """CASES E1, E3: shapes come from the plan for every chunk; fewer chunks than stages at 4."""

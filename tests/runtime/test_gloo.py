@@ -17,7 +17,16 @@ from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.transport import DistributedTransport
-from tests.runtime.replay import CPU, MemoryDataset, Result, assert_equal, hand_header, hand_step, oracle, small_model
+from tests.runtime.replay import (
+    CPU,
+    MemoryDataset,
+    Result,
+    assert_equal,
+    hand_header,
+    hand_step,
+    oracle,
+    small_model,
+)
 from tests.runtime.test_exactness import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
 
 WORLD = 4
@@ -35,10 +44,21 @@ class Case(msgspec.Struct):
 def cases() -> dict[str, Case]:
     """Slices with one of length 1, hybrid chunks, all kinds of recompute, 1 to 4 stages, short-long-short orders."""
     found = {}
-    for num_stages, cuts, recompute in ((1, 2, "mixed"), (2, 3, "none"), (3, 4, "all"), (4, 5, "mixed"), (2, 5, "all")):
+    for num_stages, cuts, recompute in (
+        (1, 2, "mixed"),
+        (2, 3, "none"),
+        (3, 4, "all"),
+        (4, 5, "mixed"),
+        (2, 5, "all"),
+    ):
         lengths = [7, 13, 698]
         chunks = [chunk for row, n in enumerate(lengths) for chunk in slices(row, CUTS[cuts][n])]
-        found[f"{num_stages} stages, {cuts} slices, recompute {recompute}"] = (num_stages, lengths, chunks, recompute)
+        found[f"{num_stages} stages, {cuts} slices, recompute {recompute}"] = (
+            num_stages,
+            lengths,
+            chunks,
+            recompute,
+        )
     for num_stages, recompute in ((2, "none"), (3, "mixed"), (4, "all")):
         found[f"hybrid on {num_stages} stages"] = (num_stages, [11, 3, 6], HYBRID, recompute)
     found["short-long-short"] = (2, [3, 40, 5], [[(0, 0, 3)], [(1, 0, 40)], [(2, 0, 5)]], "none")
@@ -47,9 +67,13 @@ def cases() -> dict[str, Case]:
     return {name: _case(*parts) for name, parts in found.items()}
 
 
-def _case(num_stages: int, lengths: list[int], chunks: list[list[tuple[int, int, int]]], recompute: str) -> Case:
+def _case(
+    num_stages: int, lengths: list[int], chunks: list[list[tuple[int, int, int]]], recompute: str
+) -> Case:
     header = hand_header(small_model(), LAYERS[num_stages])
-    return Case(header, hand_step(header, MemoryDataset(lengths), [chunks], RECOMPUTE[recompute]), lengths)
+    return Case(
+        header, hand_step(header, MemoryDataset(lengths), [chunks], RECOMPUTE[recompute]), lengths
+    )
 
 
 def test_every_gradient_over_gloo(tmp_path: Path) -> None:
@@ -63,7 +87,9 @@ def test_every_gradient_over_gloo(tmp_path: Path) -> None:
     while not context.join(timeout=1):
         assert time.monotonic() < deadline, "the processes hang"
     for index, (name, case) in enumerate(everything.items()):
-        parts = [torch.load(tmp_path / f"{index}-{rank}") for rank in range(len(case.header.stages))]
+        parts = [
+            torch.load(tmp_path / f"{index}-{rank}") for rank in range(len(case.header.stages))
+        ]
         gradients = {weight: gradient for _, own in parts for weight, gradient in own.items()}
         result = Result(sum(loss for loss, _ in parts), gradients, [])
         try:
@@ -75,7 +101,9 @@ def test_every_gradient_over_gloo(tmp_path: Path) -> None:
 def _worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     worker_environment(rank)
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", store=FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD
+    )
     groups = dist.new_group(), dist.new_group()
     everything = msgspec.msgpack.decode((Path(folder) / "cases").read_bytes(), type=list[Case])
     for index, case in enumerate(everything):

@@ -20,7 +20,9 @@ def test_pieces_equal_the_dense_loss(piece: int) -> None:
     weights[1] = 0.5
     targets[[2, 7]] = IGNORED
     weights[[2, 7]] = 0.0
-    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none", ignore_index=IGNORED)
+    losses = torch.nn.functional.cross_entropy(
+        hidden @ weight.t(), targets, reduction="none", ignore_index=IGNORED
+    )
     expected = (losses * weights).sum()
     gradients = torch.autograd.grad(expected, (hidden, weight))
     weight.grad = torch.ones_like(weight)

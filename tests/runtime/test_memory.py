@@ -8,18 +8,18 @@ import msgspec
 import pytest
 import torch
 
+from infinipipe.costs.cost import chunk_costs, chunk_loads, replay_memory
 from infinipipe.ir import Op, OpKind, Step
 from infinipipe.ir.verify import verify_step
+from infinipipe.measure.measure import measure_bytes
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.cost import chunk_costs, chunk_loads, replay_memory
-from infinipipe.profiles.measure import measure_bytes
 from infinipipe.profiles.profile import Profile
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.trainer import make_optimizer
 from infinipipe.runtime.transport import LoopbackTransport
+from infinipipe.runtime.worker import make_optimizer
 from tests.runtime.replay import CPU, MemoryDataset, hand_header, hand_step, small_model
 
 F, B = OpKind.FORWARD, OpKind.BACKWARD
@@ -28,7 +28,9 @@ MODEL = small_model(hidden_size=64, intermediate_size=176, head_dim=16)
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return msgspec.structs.replace(analytic_profile(MODEL, "a800-80g"), bytes=measure_bytes(MODEL, CPU))
+    return msgspec.structs.replace(
+        analytic_profile(MODEL, "a800-80g"), bytes=measure_bytes(MODEL, CPU)
+    )
 
 
 def test_storages_count_once_and_until_the_last_view_is_gone() -> None:
@@ -79,13 +81,25 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
     loads = chunk_loads(replica.chunks, step.sequences)
     costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
     trace = replay_memory(
-        profile, header.stages, 0, step.sequences, loads, costs, replica.programs[0], replica.recompute[0]
+        profile,
+        header.stages,
+        0,
+        step.sequences,
+        loads,
+        costs,
+        replica.programs[0],
+        replica.recompute[0],
     )
     model = StageModel(MODEL, header.stages[0], CPU)
     model.init_random(0)
     parameters = model.global_parameters()
     optimizer = make_optimizer(parameters, lr=0.0)
-    static = [t for p in parameters.values() for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
+    static = [
+        t
+        for p in parameters.values()
+        for t in (p, p.grad, *optimizer.state[p].values())
+        if t is not None
+    ]
     executor = Executor(header, 0, model, LoopbackTransport.connect(1)[0])
     data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
     with CpuMemory(static) as memory:
@@ -95,11 +109,15 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
 
 def measured_close(profile: Profile, step: Step) -> float:
     predicted, measured = predicted_and_measured(profile, step)
-    assert -0.02 <= predicted / measured - 1 <= 0.05, f"predicted {predicted:.0f}, measured {measured:.0f}"
+    assert -0.02 <= predicted / measured - 1 <= 0.05, (
+        f"predicted {predicted:.0f}, measured {measured:.0f}"
+    )
     return measured
 
 
-def packed_step(num_chunks: int, recompute: Callable[[int, int], int] = lambda stage, chunk: 0) -> Step:
+def packed_step(
+    num_chunks: int, recompute: Callable[[int, int], int] = lambda stage, chunk: 0
+) -> Step:
     dataset = MemoryDataset([500, 300] * num_chunks)
     chunks = [[(2 * c, 0, 500), (2 * c + 1, 0, 300)] for c in range(num_chunks)]
     return hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], recompute)
@@ -116,17 +134,23 @@ def test_peak_does_not_grow_with_the_number_of_chunks(profile: Profile) -> None:
 
 
 def test_recompute_lowers_the_peak_as_predicted(profile: Profile) -> None:
-    peaks = [measured_close(profile, gpipe(packed_step(4, lambda s, c, r=r: r), 2)) for r in range(5)]
+    peaks = [
+        measured_close(profile, gpipe(packed_step(4, lambda s, c, r=r: r), 2)) for r in range(5)
+    ]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[4] < 0.6 * peaks[0]
 
 
 @pytest.mark.parametrize("recompute", [3, 4])
-def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(profile: Profile, recompute: int) -> None:
+def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(
+    profile: Profile, recompute: int
+) -> None:
     """Where all layers are recomputed, F needs more for a moment than it keeps."""
     dataset = MemoryDataset([600, 1600])
     chunks = [[(0, 0, 600)], [(1, 0, 1600)]]
-    step = hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], lambda s, c: c * recompute)
+    step = hand_step(
+        hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], lambda s, c: c * recompute
+    )
     measured_close(profile, gpipe(step, 2))
 
 
@@ -134,6 +158,11 @@ def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(profile: Profile
 def test_peak_of_split_and_hybrid_chunks(profile: Profile, recompute: int) -> None:
     """K and V of the whole sequence from its first F, and their gradients from its first B."""
     dataset = MemoryDataset([3000, 200, 100])
-    chunks = [[(0, 0, 1000)], [(0, 1000, 800)], [(0, 1800, 700)], [(0, 2500, 500), (1, 0, 200), (2, 0, 100)]]
+    chunks = [
+        [(0, 0, 1000)],
+        [(0, 1000, 800)],
+        [(0, 1800, 700)],
+        [(0, 2500, 500), (1, 0, 200), (2, 0, 100)],
+    ]
     step = hand_step(hand_header(MODEL, (4,)), dataset, [chunks], lambda s, c: recompute)
     measured_close(profile, step)

@@ -7,12 +7,21 @@ import torch
 
 from infinipipe.ir import Chunk, OpKind, Slice, Stage
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.runtime.attention import KVStore
+from infinipipe.runtime.attention.chunk_attention import KVStore
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.memory import CpuMemory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.trainer import make_optimizer
-from tests.runtime.replay import CPU, MemoryDataset, assert_equal, hand_header, hand_step, oracle, replay, small_model
+from infinipipe.runtime.worker import make_optimizer
+from tests.runtime.replay import (
+    CPU,
+    MemoryDataset,
+    assert_equal,
+    hand_header,
+    hand_step,
+    oracle,
+    replay,
+    small_model,
+)
 from tests.runtime.test_memory import MODEL, gpipe, predicted_and_measured
 
 PROFILE = analytic_profile(MODEL, "a800-80g")
@@ -22,7 +31,9 @@ def measured_peak(num_chunks: int, recompute: int, in_flight: int = 2) -> float:
     """Return the bytes of one stage of 4 layers over chunks of 100 tokens."""
     dataset = MemoryDataset([100] * num_chunks)
     chunks = [[(c, 0, 100)] for c in range(num_chunks)]
-    step = hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], lambda stage, chunk: recompute)
+    step = hand_step(
+        hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], lambda stage, chunk: recompute
+    )
     return predicted_and_measured(PROFILE, gpipe(step, in_flight))[1]
 
 
@@ -73,11 +84,18 @@ def test_logits_are_gone_before_any_layer_is_recomputed(recompute: int) -> None:
     header = hand_header(small_model(), (4,))
     step = hand_step(header, MemoryDataset([tokens]), [[[(0, 0, tokens)]]])
     chunk = Chunk((Slice(0, 0, tokens),))
-    ids, targets, weights = torch.zeros((1, tokens), dtype=torch.int64), torch.ones(tokens).long(), torch.ones(tokens)
+    ids, targets, weights = (
+        torch.zeros((1, tokens), dtype=torch.int64),
+        torch.ones(tokens).long(),
+        torch.ones(tokens),
+    )
     static = [t for p in model.global_parameters().values() for t in (p, p.grad)]
     with CpuMemory([*static, ids, targets, weights]) as memory:
         hidden = model.run_layers(
-            model.embed(ids).detach(), chunk_positions(chunk), chunk_segments(chunk, step, KVStore()), recompute
+            model.embed(ids).detach(),
+            chunk_positions(chunk),
+            chunk_segments(chunk, step, KVStore()),
+            recompute,
         )
         start = memory.current_bytes
         loss = model.loss(hidden, targets, weights, tokens)
@@ -92,7 +110,15 @@ def test_logits_are_gone_before_any_layer_is_recomputed(recompute: int) -> None:
 def test_recompute_need_not_divide_24_layers(layers: tuple[int, ...], recompute: int) -> None:
     header = hand_header(small_model(num_layers=24), layers)
     dataset = MemoryDataset([9, 14])
-    step = hand_step(header, dataset, [[[(1, 0, 8)], [(1, 8, 6), (0, 0, 9)]]], lambda stage, chunk: recompute - chunk)
-    assert {count for row in step.replicas[0].recompute for count in row} == {recompute, recompute - 1}
+    step = hand_step(
+        header,
+        dataset,
+        [[[(1, 0, 8)], [(1, 8, 6), (0, 0, 9)]]],
+        lambda stage, chunk: recompute - chunk,
+    )
+    assert {count for row in step.replicas[0].recompute for count in row} == {
+        recompute,
+        recompute - 1,
+    }
     assert {op.kind for op in step.replicas[0].programs[0]} == {OpKind.FORWARD, OpKind.BACKWARD}
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))

@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import InfinipipeError
 from infinipipe.ir import Header, Model, Step
-from infinipipe.ir.store import open_plan
+from infinipipe.ir.file.store import open_plan
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.runtime.options import RunOptions, prepare
-from infinipipe.runtime.trainer import MAX_GRAD_NORM, make_optimizer
+from infinipipe.runtime.prepare import RunOptions, prepare
+from infinipipe.runtime.worker import MAX_GRAD_NORM, make_optimizer
 from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
 
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
@@ -49,19 +49,25 @@ def compile_small(folder: Path, model: Model, stages: int, memory: int, **option
     compile_plan(
         dataset,
         profile,
-        CompileOptions(num_stages=stages, memory_limit_bytes=(memory,), batch_size=6, num_steps=2, **options),
+        CompileOptions(
+            num_stages=stages, memory_limit_bytes=(memory,), batch_size=6, num_steps=2, **options
+        ),
         plan,
     )
     return plan
 
 
-def infinipipe(*arguments: object, timeout: float = HARD_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+def infinipipe(
+    *arguments: object, timeout: float = HARD_TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "infinipipe", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def run(plan: Path, output: Path, *arguments: object) -> list[dict[str, object]]:
-    done = infinipipe("run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu", *arguments)
+    done = infinipipe(
+        "run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu", *arguments
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
@@ -89,7 +95,9 @@ class FileDataset(MemoryDataset):
             example.input_ids[:] = example.labels[:] = json.loads(line)["input_ids"]
 
 
-def train_oracle(plan: Path, dataset: MemoryDataset) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def train_oracle(
+    plan: Path, dataset: MemoryDataset
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Train the unsplit model one sequence at a time; return loss and gradient norm per step, and the weights."""
     header, steps = plan_steps(plan)
     whole = whole_model(header.model, seed=3)
@@ -115,12 +123,18 @@ def test_stages_and_memory_limits_do_not_change_the_training(tmp_path: Path) -> 
         if memory < 10**9:
             _, steps = plan_steps(plan)
             replicas = [replica for step in steps for replica in step.replicas]
-            assert any(c.split_slice(s.sequences) for s in steps for r in s.replicas for c in r.chunks)
+            assert any(
+                c.split_slice(s.sequences) for s in steps for r in s.replicas for c in r.chunks
+            )
             assert any(count for r in replicas for row in r.recompute for count in row)
     history, trained = train_oracle(plan, FileDataset(tmp_path / "dataset.jsonl"))
     for metrics, saved in outputs.values():
-        assert [m["loss"] for m in metrics] == pytest.approx([loss for loss, _ in history], rel=1e-5)
-        assert [m["grad_norm"] for m in metrics] == pytest.approx([norm for _, norm in history], rel=1e-5)
+        assert [m["loss"] for m in metrics] == pytest.approx(
+            [loss for loss, _ in history], rel=1e-5
+        )
+        assert [m["grad_norm"] for m in metrics] == pytest.approx(
+            [norm for _, norm in history], rel=1e-5
+        )
         assert saved.keys() == trained.keys()
         for name, value in trained.items():
             assert relative_error(saved[name], value) < 1e-3, name
@@ -132,23 +146,38 @@ def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
     plan = compile_small(tmp_path, model, 2, 10**9, num_replicas=2)
     output = tmp_path / "run"
     arguments = ["run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu"]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "infinipipe", *arguments]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        4,
+        "-m",
+        "infinipipe",
+        *arguments,
+    ]
     command = [sys.executable, "-m", *map(str, torchrun)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     history, trained = train_oracle(plan, FileDataset(tmp_path / "dataset.jsonl"))
     assert [m["loss"] for m in metrics] == pytest.approx([loss for loss, _ in history], rel=1e-5)
-    assert [m["grad_norm"] for m in metrics] == pytest.approx([norm for _, norm in history], rel=1e-5)
+    assert [m["grad_norm"] for m in metrics] == pytest.approx(
+        [norm for _, norm in history], rel=1e-5
+    )
     saved = weights(output)
     assert saved.keys() == trained.keys()
     loaded = AutoModelForCausalLM.from_pretrained(output / "model").state_dict()
     for name, value in trained.items():
         assert relative_error(loaded[name], value) < 1e-3, name
     again = tmp_path / "again"
-    first = run(compile_small(tmp_path, model, 1, 10**9), again, "--model", output / "model", "--steps", 1)
+    first = run(
+        compile_small(tmp_path, model, 1, 10**9), again, "--model", output / "model", "--steps", 1
+    )
     other = infinipipe(
-        "run", compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9), "--model", output / "model"
+        "run",
+        compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9),
+        "--model",
+        output / "model",
     )
     assert len(first) == 1
     assert other.returncode == 1
@@ -183,7 +212,15 @@ def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, 
     arguments = ["run", str(plan), "--output", str(tmp_path / "run"), "--device", "cpu"]
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(rank=rank, arguments=arguments))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -197,7 +234,17 @@ def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, 
 def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     """CASES F2: kill -9 of one rank. While the run lasts, nothing listens but on the loopback interface."""
     plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
-    command = [sys.executable, "-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "infinipipe",
+        "run",
+        plan,
+        "--output",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+    ]
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         workers = _wait_for_workers(process.pid)
         assert _listening_elsewhere(workers) == []
@@ -206,7 +253,9 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
     assert time.monotonic() - killed < 30
     assert process.returncode == 1
-    assert [line for line in errors.splitlines() if line.startswith(("error:", "Traceback", "E", "W"))] == [
+    assert [
+        line for line in errors.splitlines() if line.startswith(("error:", "Traceback", "E", "W"))
+    ] == [
         "error: rank 1 was killed by signal 9; if the machine ran out of memory, compile with a lower --memory "
         "or more --stages"
     ]
@@ -258,10 +307,24 @@ def _listening_elsewhere(pids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_says_so_and_can_be_run_again(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_run_that_is_stopped_says_so_and_can_be_run_again(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
-    command = [sys.executable, "-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu"]
-    started = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        sys.executable,
+        "-m",
+        "infinipipe",
+        "run",
+        plan,
+        "--output",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+    ]
+    started = subprocess.Popen(
+        list(map(str, command)), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     with started as process:
         workers = _wait_for_workers(process.pid)
         if how == signal.SIGINT:
@@ -278,7 +341,14 @@ def test_a_run_that_is_stopped_says_so_and_can_be_run_again(tmp_path: Path, how:
 
 
 OPTIONS = RunOptions(
-    plan=Path(), data=None, model=None, device="cpu", num_steps=None, lr=LR, seed=0, output=Path("infinipipe-run")
+    plan=Path(),
+    data=None,
+    model=None,
+    device="cpu",
+    num_steps=None,
+    lr=LR,
+    seed=0,
+    output=Path("infinipipe-run"),
 )
 
 
@@ -298,15 +368,23 @@ def options(tmp_path: Path) -> RunOptions:
     return options
 
 
-def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_path: Path, options: RunOptions) -> None:
+def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(
+    tmp_path: Path, options: RunOptions
+) -> None:
     """CASES J5."""
     replace = dataclasses.replace
     refused(replace(options, num_steps=3), "has 2 steps; --steps", tmp_path)
     refused(replace(options, lr=float("nan")), "--lr nan", tmp_path)
     refused(replace(options, data=tmp_path / "nowhere"), "No such file", tmp_path)
     refused(replace(options, data=Path("/dev/zero")), "is not a file", tmp_path)
-    refused(replace(options, output=tmp_path / "dataset.jsonl" / "x"), "is no writable directory", tmp_path)
-    refused(replace(options, output=tmp_path / "dataset.jsonl"), "is no writable directory", tmp_path)
+    refused(
+        replace(options, output=tmp_path / "dataset.jsonl" / "x"),
+        "is no writable directory",
+        tmp_path,
+    )
+    refused(
+        replace(options, output=tmp_path / "dataset.jsonl"), "is no writable directory", tmp_path
+    )
     (tmp_path / "run" / "model").mkdir(parents=True)
     refused(options, "is there already; choose another directory with --output", tmp_path)
     options = replace(options, output=tmp_path / "other")
@@ -314,7 +392,11 @@ def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_pa
     dataset.write_text(dataset.read_text().replace("[", "[1, ", 1))
     refused(options, "is not the dataset that the plan was compiled from", tmp_path)
     for profile, text, message in (
-        (analytic_profile(small_model(vocab_size=256), "a800-80g"), dataset.read_text(), "its times and bytes are for"),
+        (
+            analytic_profile(small_model(vocab_size=256), "a800-80g"),
+            dataset.read_text(),
+            "its times and bytes are for",
+        ),
         (None, '{"length": 30}\n' * 12, "compiled from lengths alone"),
     ):
         dataset.write_text(text)
@@ -322,11 +404,15 @@ def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(tmp_pa
             analytic_profile(small_model(vocab_size=256), "a800-80g"), dtype="float32"
         )
         opened = open_dataset(dataset, "bytes", 256)
-        compile_plan(opened, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), options.plan)
+        compile_plan(
+            opened, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), options.plan
+        )
         refused(options, message, tmp_path)
 
 
-def test_checkpoints_that_are_not_the_plans_model_are_refused(tmp_path: Path, options: RunOptions) -> None:
+def test_checkpoints_that_are_not_the_plans_model_are_refused(
+    tmp_path: Path, options: RunOptions
+) -> None:
     directory = tmp_path / "checkpoint"
     model = small_model(vocab_size=256)
     whole = whole_model(model)
@@ -337,7 +423,11 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(tmp_path: Path, op
     name = "model.layers.3.mlp.up_proj.weight"
 
     def saved(**changes: object) -> None:
-        merged = {n: t for n, t in (weights | {name: changes.get("weight", weights[name])}).items() if t is not None}
+        merged = {
+            n: t
+            for n, t in (weights | {name: changes.get("weight", weights[name])}).items()
+            if t is not None
+        }
         save_file(merged, directory / "model.safetensors", metadata={"format": "pt"})
 
     saved(weight=None)
@@ -354,7 +444,10 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(tmp_path: Path, op
         (directory / "model.safetensors.index.json").write_text(index)
         refused(options, "not an index of weights", tmp_path)
     for config, message in (
-        (small_model(vocab_size=256, hidden_size=64).config, "hidden_size differ .hidden_size is 64, the plan says 32"),
+        (
+            small_model(vocab_size=256, hidden_size=64).config,
+            "hidden_size differ .hidden_size is 64, the plan says 32",
+        ),
         ('{"model_type": "llama", "hidden_act": 5}', "transformers cannot use its config"),
         ("[1]", "transformers cannot use its config"),
         ("{", "no readable config.json"),

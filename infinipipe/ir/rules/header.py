@@ -1,0 +1,192 @@
+"""Rules of a plan's header. A broken one raises `VerifyError`.
+
+They run in the order of `HEADER_RULES`. The first line of a rule's docstring is what
+`infinipipe verify` says it has checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+
+import msgspec
+
+from infinipipe.errors import VerifyError
+from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
+
+# Kernels count with 32 bits.
+_MOST = 2**31 - 1
+
+
+def check_header_version(header: Header) -> None:
+    """The format is the one this program knows."""
+    if header.format_version != FORMAT_VERSION:
+        raise VerifyError(f"header: format {header.format_version}, not {FORMAT_VERSION}")
+
+
+# Keys of a Hugging Face config and what the header calls them.
+_CONFIG_NAMES = {
+    "model_type": "architecture",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocabulary_size",
+    "tie_word_embeddings": "tied",
+}
+
+
+def check_model(header: Header) -> None:
+    """The model has a shape."""
+    model = header.model
+    for field in msgspec.structs.fields(model):
+        value = getattr(model, field.name)
+        if field.type is int and value < 1:
+            raise VerifyError(f"header: the model's {field.name} is {value}, not positive")
+    if model.num_heads % model.num_kv_heads:
+        raise VerifyError(
+            f"header: {model.num_heads} heads cannot share {model.num_kv_heads} key-value heads evenly"
+        )
+
+
+def check_config(header: Header) -> None:
+    """The model's config is a JSON object that does not contradict its shape."""
+    model = header.model
+    try:
+        config = msgspec.json.decode(model.config, type=dict[str, object])
+    except (msgspec.MsgspecError, RecursionError):
+        raise VerifyError("header: the model's config is not a JSON object") from None
+    for key, name in _CONFIG_NAMES.items():
+        # What a config does not say, or says by null, has a default.
+        value, expected = config.get(key), getattr(model, name)
+        if value is not None and value != expected:
+            raise VerifyError(
+                f"header: the model's config says {key} {value!r}, its {name} is {expected!r}"
+            )
+
+
+def check_stages(header: Header) -> None:
+    """Stages cover the layers in order, each at least one; the first embeds, the last has the head."""
+    stages, layer = header.stages, 0
+    if not stages:
+        raise VerifyError("header: there is no stage")
+    for number, stage in enumerate(stages):
+        if stage.first_layer != layer or stage.num_layers < 1:
+            raise VerifyError(
+                f"header: stage {number} has {stage.num_layers} layers from {stage.first_layer}; "
+                f"expected at least one, from {layer}"
+            )
+        if stage.embedding != (number == 0) or stage.head != (number == len(stages) - 1):
+            raise VerifyError(
+                f"header: stage {number}: the first stage embeds, the last has the head, no other does"
+            )
+        layer += stage.num_layers
+    if layer != header.model.num_layers:
+        raise VerifyError(
+            f"header: the stages hold {layer} layers, the model has {header.model.num_layers}"
+        )
+
+
+def check_names(header: Header) -> None:
+    """Names have no control characters, and can be written in UTF-8."""
+    names = {
+        "model.name": header.model.name,
+        "model.tokenizer": header.model.tokenizer,
+        "dataset.path": header.dataset.path,
+        "dataset.tokenizer": header.dataset.tokenizer,
+        "policy": header.policy,
+        "infinipipe_version": header.infinipipe_version,
+    }
+    for field, name in names.items():
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+            raise VerifyError(
+                f"header: {field} {name!a} has a character that no plan can hold; choose another name"
+            )
+
+
+def check_header_numbers(header: Header) -> None:
+    """Counts, limits and lengths of the header are possible."""
+    info = header.dataset
+    possible = {
+        "num_replicas": (header.num_replicas, 1, _MOST),
+        "sequence_parallel": (header.sequence_parallel, 1, _MOST),
+        "batch_size": (header.batch_size, 1, _MOST),
+        "num_steps": (header.num_steps, 1, _MOST),
+        "seed": (header.seed, 0, 2**63 - 1),
+        "max_length": (1 if header.max_length is None else header.max_length, 1, _MOST),
+        "logits_tokens": (header.logits_tokens, 1, _MOST),
+        "dataset.num_sequences": (info.num_sequences, 1, 2**63 - 1),
+        "dataset.num_tokens": (info.num_tokens, info.num_sequences, 2**63 - 1),
+        "dataset.num_truncated": (
+            info.num_truncated,
+            0,
+            info.num_sequences if header.max_length else 0,
+        ),
+    }
+    for name, (value, least, most) in possible.items():
+        if not least <= value <= most:
+            raise VerifyError(f"header: {name} is {value}; expected {least} to {most}")
+
+
+def check_sequence_parallel(header: Header) -> None:
+    """The ranks that share a sequence share the heads evenly."""
+    model, ranks = header.model, header.sequence_parallel
+    if model.num_heads % ranks or model.num_kv_heads % ranks:
+        raise VerifyError(
+            f"header: sequence_parallel is {ranks}; {model.num_heads} heads and {model.num_kv_heads} key-value heads "
+            "cannot be shared evenly"
+        )
+
+
+def check_memory_limits(header: Header) -> None:
+    """Every stage has a memory limit."""
+    limits = header.memory_limit_bytes
+    if len(limits) != len(header.stages) or any(limit < 1 for limit in limits):
+        raise VerifyError(
+            f"header: {len(limits)} memory limits for {len(header.stages)} stages, or one is not positive"
+        )
+
+
+def check_digests(header: Header) -> None:
+    """Model and profile are those whose digests are given; the dataset's digest is one."""
+    if header.model_sha256 != header.model.sha256:
+        raise VerifyError("header: model_sha256 is not the digest of the model's config")
+    if not re.fullmatch("[0-9a-f]{64}", header.dataset.sha256):
+        raise VerifyError("header: dataset.sha256 is not a sha256")
+    if header.profile_sha256 != hashlib.sha256(header.profile).hexdigest():
+        raise VerifyError("header: profile_sha256 is not the digest of the profile")
+
+
+class _Profile(msgspec.Struct, frozen=True):
+    """What the header repeats of the profile."""
+
+    model: Model
+    dtype: DType
+
+
+def check_profile(header: Header) -> None:
+    """The profile is of the header's model and dtype."""
+    try:
+        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise VerifyError(f"header: the profile cannot be used: {error}") from None
+    for name in ("model", "dtype"):
+        if getattr(profile, name) != getattr(header, name):
+            raise VerifyError(f"header: the profile is of another {name}")
+
+
+HEADER_RULES = (
+    check_header_version,
+    check_model,
+    check_config,
+    check_names,
+    check_stages,
+    check_header_numbers,
+    check_sequence_parallel,
+    check_memory_limits,
+    check_digests,
+    check_profile,
+)

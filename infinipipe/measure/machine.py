@@ -1,0 +1,168 @@
+"""The device that is measured: which one, what it is called, what fits into it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+
+from infinipipe.errors import InputError
+from infinipipe.measure.survey import OutOfMemory
+from infinipipe.profiles.profile import Device
+
+HOST_SHARE = 0.8
+"""Of a machine's memory, what training may use; a CPU device has an equal part of it per core."""
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the device for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        InputError: there is none.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InputError(
+            "no CUDA device is available here; use --device cpu, or --analytic DEVICE for one that is elsewhere"
+        )
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+def describe_device(device: torch.device) -> Device:
+    """Return what a profile says of the device."""
+    num_devices = count_devices(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        memory = int(HOST_SHARE * properties.total_memory)
+        capability = f"sm_{properties.major}{properties.minor}"
+        return Device(
+            name=properties.name,
+            kind="cuda",
+            memory_bytes=memory,
+            num_devices=num_devices,
+            capability=capability,
+        )
+    memory = int(HOST_SHARE * _host_memory() / num_devices)
+    capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Device(
+        name=_cpu_name(),
+        kind="cpu",
+        memory_bytes=memory,
+        num_devices=num_devices,
+        capability=capability,
+    )
+
+
+def describe_software(device: torch.device) -> dict[str, str]:
+    """Return the versions of what times depend on."""
+    versions = {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "numpy": numpy.__version__,
+    }
+    return versions | {"cuda": str(torch.version.cuda)} if device.type == "cuda" else versions
+
+
+def count_devices(device: torch.device) -> int:
+    """Return how many devices of this kind the machine has."""
+    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def limit_memory(device: torch.device) -> Iterator[None]:
+    """Let a CPU's allocations fail where memory ends: Linux grants more and then kills the process that uses it."""
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limits = [_kibibytes(status, "VmSize") + int(HOST_SHARE * _free_memory()), soft, hard]
+    resource.setrlimit(
+        resource.RLIMIT_AS, (min(n for n in limits if n != resource.RLIM_INFINITY), hard)
+    )
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_CONTAINER = Path("/sys/fs/cgroup")
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc")
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn torch's ways to say that memory is short into `OutOfMemory`."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        pass
+    except RuntimeError as error:
+        # The CPU's allocator has no exception of its own.
+        if not any(words in str(error) for words in _OUT_OF_MEMORY):
+            raise
+    else:
+        return
+    # Only here is the error gone, and with it the frames that hold on to tensors.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    raise OutOfMemory
+
+
+def _host_memory() -> int:
+    """Return the machine's memory, or the container's limit where that is lower, in bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _container_bytes("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def _free_memory() -> int:
+    """Return the bytes that nobody uses of what `_host_memory` says."""
+    free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
+    limit, used = _container_bytes("memory.max"), _container_bytes("memory.current")
+    if limit is None or used is None:
+        return free
+    # What files left in the cache goes when it is needed.
+    stat = _CONTAINER / "memory.stat"
+    cached = re.findall(
+        r"^(?:in)?active_file (\d+)$", stat.read_text() if stat.exists() else "", re.MULTILINE
+    )
+    return max(0, min(free, limit - used + sum(map(int, cached))))
+
+
+def _container_bytes(name: str) -> int | None:
+    """Return a figure of the container, None if there is none."""
+    path = _CONTAINER / name
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def _kibibytes(path: Path, name: str) -> int:
+    """Return the bytes of a line such as `VmSize: 1024 kB`."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    assert found is not None, f"{path} has no {name}"
+    return 1024 * int(found[1])
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.machine()

@@ -1,0 +1,1 @@
+"""Passes: pure functions from value to new value."""

@@ -1,0 +1,26 @@
+"""Policies: ways to plan one replica's part of a step. `POLICIES` names them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from infinipipe.planner.passes.recompute import Shortage
+from infinipipe.planner.passes.schedule import Schedule
+from infinipipe.planner.policies import baselines
+from infinipipe.planner.policies.epp import plan_epp
+from infinipipe.planner.policies.paper import plan_paper
+from infinipipe.planner.problem import Problem
+
+Policy = Callable[[Problem], Schedule | Shortage]
+"""Plans a problem with at least one member; a shortage names the stage that came closest to its limit."""
+
+POLICIES: dict[str, Policy] = {
+    "epp": plan_epp,
+    "paper": plan_paper,
+    "gpipe": baselines.plan_gpipe,
+    "1f1b": baselines.plan_1f1b,
+    "terapipe": baselines.plan_terapipe,
+    "seq1f1b": baselines.plan_seq1f1b,
+    "chunkflow": baselines.plan_chunkflow,
+}
+DEFAULT_POLICY = "epp"

@@ -1,0 +1,1 @@
+"""What people are told, as tables, pages and plain data."""

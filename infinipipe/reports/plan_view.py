@@ -1,0 +1,290 @@
+"""Plans as plain data, for `inspect` and everything that reads JSON; the structs are its schema."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any, Literal
+
+import msgspec
+
+from infinipipe.ir.file.encoding import Index, Totals
+from infinipipe.ir.file.store import PlanReader
+from infinipipe.ir.plan import (
+    Chunk,
+    Header,
+    LossNorm,
+    Replica,
+    Search,
+    Sequence,
+    Step,
+    chunk_chains,
+)
+from infinipipe.ir.text import show_program
+
+Document = dict[str, Any]
+ChunkKind = Literal["batched", "split", "hybrid"]
+
+
+class _View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class SequenceView(_View, frozen=True):
+    """One sequence of the global batch, by its row in the dataset."""
+
+    row: int
+    length: int
+    num_targets: int
+
+
+class SliceView(_View, frozen=True):
+    """A slice of a sequence; `positions` are the first and one past the last."""
+
+    sequence: int
+    row: int
+    positions: tuple[int, int]
+
+
+class ChunkView(_View, frozen=True):
+    """One micro-batch.
+
+    Its slices lie between the boundaries `cu_seqlens`. They are isolated: a token attends to
+    its own sequence only, which is the slice it stands in and what came before it in earlier chunks.
+    """
+
+    index: int
+    kind: ChunkKind
+    num_tokens: int
+    num_pairs: int
+    isolated: bool
+    cu_seqlens: tuple[int, ...]
+    slices: tuple[SliceView, ...]
+    recompute: tuple[int, ...]
+    """Recomputed layers, per stage."""
+
+
+class PredictionView(_View, frozen=True):
+    """What the simulator expects of one stage."""
+
+    busy_s: float
+    recompute_s: float
+    bubble_s: float
+    peak_bytes: int
+
+
+class ReplicaView(_View, frozen=True):
+    """What one replica does in a step; programs are in text form, one per stage."""
+
+    chunks: tuple[ChunkView, ...]
+    chains: tuple[tuple[int, ...], ...]
+    programs: tuple[str, ...]
+    predicted: tuple[PredictionView, ...]
+    search: Search | None
+
+
+class StepView(_View, frozen=True):
+    """A whole step."""
+
+    index: int
+    loss_norm: LossNorm
+    denominator: int
+    makespan_s: float
+    bound_s: float
+    step_s: float
+    sequences: tuple[SequenceView, ...]
+    replicas: tuple[ReplicaView, ...]
+
+
+class StepSummary(_View, frozen=True):
+    """Counts, times and memory of a step; fractions are of the stages' busy time, bubbles of busy and bubble."""
+
+    index: int
+    num_sequences: int
+    num_tokens: int
+    num_targets: int
+    longest_tokens: int
+    num_chunks: int
+    num_batched: int
+    num_split: int
+    num_hybrid: int
+    num_slices: int
+    makespan_s: float
+    bound_s: float
+    step_s: float
+    ratio_to_bound: float | None
+    bubble_fraction: float | None
+    recompute_fraction: float | None
+    peak_bytes: tuple[int, ...]
+    """Per stage, the most of all replicas."""
+    winners: tuple[str | None, ...]
+    """What search found the schedule of each replica."""
+
+
+class HeaderView(Header, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The header, with the profile as data."""
+
+    profile: dict[str, Any]  # type: ignore[assignment]
+
+
+class PlanView(_View, frozen=True):
+    """What holds for the whole plan, and a summary of every step."""
+
+    sha256: str
+    header: HeaderView
+    totals: Totals
+    steps: tuple[StepSummary, ...]
+
+
+def plan_schema() -> Document:
+    """Return the JSON Schema of what `inspect` prints: a `PlanView`, or with options `HeaderView` and `StepView`.
+
+    `Header`, `Step` and `Index` are the objects of the file itself.
+    """
+    shown = (PlanView, StepView, HeaderView)
+    _, definitions = msgspec.json.schema_components(
+        (*shown, Header, Step, Index), ref_template="#/$defs/{name}"
+    )
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "infinipipe inspect",
+        "anyOf": [{"$ref": f"#/$defs/{type_.__name__}"} for type_ in shown],
+        "$defs": definitions,
+    }
+
+
+def plan_document(reader: PlanReader, steps: Iterable[Step]) -> Document:
+    """Return what holds for the whole plan, and a summary of every step: a `PlanView` as plain data."""
+    view = PlanView(
+        sha256=reader.sha256,
+        header=_header_view(reader.header),
+        totals=reader.totals,
+        steps=tuple(step_summary(step) for step in steps),
+    )
+    return _plain(view)
+
+
+def header_document(header: Header) -> Document:
+    """Return the header as plain data: a `HeaderView`."""
+    return _plain(_header_view(header))
+
+
+def step_document(header: Header, step: Step) -> Document:
+    """Return a whole step as plain data: a `StepView`."""
+    view = StepView(
+        index=step.index,
+        loss_norm=header.loss_norm,
+        denominator=step.denominator,
+        makespan_s=step.makespan_s,
+        bound_s=step.bound_s,
+        step_s=step.step_s,
+        sequences=tuple(SequenceView(**_fields(s)) for s in step.sequences),
+        replicas=tuple(_replica_view(step, replica) for replica in step.replicas),
+    )
+    return _plain(view)
+
+
+def step_summary(step: Step) -> StepSummary:
+    """Return the counts, times and memory of a step."""
+    chunks = [chunk for replica in step.replicas for chunk in replica.chunks]
+    kinds = Counter(chunk_kind(chunk, step.sequences) for chunk in chunks)
+    predicted = [stage for replica in step.replicas for stage in replica.predicted]
+    busy_s, bubble_s = sum(p.busy_s for p in predicted), sum(p.bubble_s for p in predicted)
+    by_stage = zip(*(replica.predicted for replica in step.replicas), strict=True)
+    return StepSummary(
+        index=step.index,
+        num_sequences=len(step.sequences),
+        num_tokens=step.num_tokens,
+        num_targets=step.num_targets,
+        longest_tokens=max(s.length for s in step.sequences),
+        num_chunks=len(chunks),
+        num_batched=kinds["batched"],
+        num_split=kinds["split"],
+        num_hybrid=kinds["hybrid"],
+        num_slices=sum(len(chunk.slices) for chunk in chunks),
+        makespan_s=step.makespan_s,
+        bound_s=step.bound_s,
+        step_s=step.step_s,
+        ratio_to_bound=_ratio(step.makespan_s, step.bound_s),
+        bubble_fraction=_ratio(bubble_s, busy_s + bubble_s),
+        recompute_fraction=_ratio(sum(p.recompute_s for p in predicted), busy_s),
+        peak_bytes=tuple(max(p.peak_bytes for p in stages) for stages in by_stage),
+        winners=tuple(r.search.winner if r.search else None for r in step.replicas),
+    )
+
+
+def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
+    """Return whether a chunk holds whole sequences, one slice of a split one, or both."""
+    if chunk.split_slice(sequences) is None:
+        return "batched"
+    return "split" if len(chunk.slices) == 1 else "hybrid"
+
+
+def _header_view(header: Header) -> HeaderView:
+    # Through JSON, for msgpack knows more kinds of data.
+    profile = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(header.profile)))
+    return HeaderView(**_fields(header) | {"profile": profile})
+
+
+def _replica_view(step: Step, replica: Replica) -> ReplicaView:
+    return ReplicaView(
+        chunks=tuple(_chunk_view(step, replica, index) for index in range(len(replica.chunks))),
+        chains=tuple(chunk_chains(replica.chunks, step.sequences)),
+        programs=tuple(
+            show_program(stage, program) for stage, program in enumerate(replica.programs)
+        ),
+        predicted=tuple(PredictionView(**_fields(p)) for p in replica.predicted),
+        search=replica.search,
+    )
+
+
+def _chunk_view(step: Step, replica: Replica, index: int) -> ChunkView:
+    chunk = replica.chunks[index]
+    return ChunkView(
+        index=index,
+        kind=chunk_kind(chunk, step.sequences),
+        num_tokens=chunk.num_tokens,
+        num_pairs=chunk.num_pairs,
+        isolated=True,
+        cu_seqlens=tuple(accumulate((piece.length for piece in chunk.slices), initial=0)),
+        slices=tuple(
+            SliceView(
+                sequence=s.sequence, row=step.sequences[s.sequence].row, positions=(s.start, s.stop)
+            )
+            for s in chunk.slices
+        ),
+        recompute=tuple(counts[index] for counts in replica.recompute),
+    )
+
+
+def _fields(struct: msgspec.Struct) -> Document:
+    return msgspec.structs.asdict(struct)
+
+
+def _plain(view: msgspec.Struct) -> Document:
+    return msgspec.json.decode(msgspec.json.encode(view), type=Document)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+class _Device(msgspec.Struct):
+    name: str
+
+
+class _Profile(msgspec.Struct):
+    """What people are told of a plan's profile."""
+
+    device: _Device
+    source: str
+
+
+def profile_device(header: Header) -> str:
+    """Return the device that a plan was made for, and whether its costs were measured or are analytic."""
+    try:
+        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+    except msgspec.ValidationError:
+        return "an unknown device"
+    return f"{profile.device.name} ({profile.source})"

@@ -1,0 +1,242 @@
+"""Counts for the makespan: never slower, within memory, on small cases the best, whatever solvers are allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from infinipipe.planner import polish as polish_module
+from infinipipe.planner.passes.chunking import cut_chunks
+from infinipipe.planner.passes.order import Window, stage_leads
+from infinipipe.planner.passes.recompute import StageMemory
+from infinipipe.planner.passes.recompute_program import Solved, polish, polish_within
+from infinipipe.planner.passes.schedule import (
+    Priced,
+    Schedule,
+    fit_schedule,
+    fixed_schedule,
+    make_replica,
+    order_memories,
+    price,
+    simulate_schedule,
+)
+from infinipipe.planner.policies.paper import plan_paper
+from infinipipe.planner.problem import Ints, Problem, average_work
+from tests.planner.toys import toy_problem
+
+LENGTHS = st.lists(st.integers(2, 30), min_size=2, max_size=5)
+LAYERS = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+ROOM = st.floats(0.02, 0.95)
+WINDOWS = st.sampled_from(["adaptive", "uniform"])
+EXACT, PROVED = 1 + 1e-9, 1 + 1e-6
+
+
+def ordered(problem: Problem, parts: int, window: Window) -> tuple[Priced, tuple[StageMemory, ...]]:
+    pipeline = problem.pipeline
+    work = average_work(pipeline.profile, pipeline.num_stages)
+    target = float(work.whole(problem.lengths).sum()) / parts
+    priced = price(problem, cut_chunks(problem, work, target, 1000, even=True))
+    leads = stage_leads(priced.chunks, pipeline.num_stages, window, pipeline.num_stages)
+    return priced, order_memories(problem, priced, leads)
+
+
+def tight_problem(
+    lengths: list[int], layers: list[int], parts: int, room: float, window: Window
+) -> Problem:
+    """Give every stage what it takes between the recompute of everything (a room of 0) and of nothing (1)."""
+    roomy = toy_problem(lengths, layers, 0)
+    least, most = 0.0, 0.0
+    for memory, static in zip(ordered(roomy, parts, window)[1], roomy.pipeline.limits, strict=True):
+        none = np.zeros(len(memory.kept), dtype=np.int64)
+        least = max(least, float(memory.during(none + memory.num_layers).max()) - static)
+        most = max(most, float(memory.during(none).max()) - static)
+    return toy_problem(lengths, layers, least + room * (most - least) + 2)
+
+
+def swept(
+    lengths: list[int], layers: list[int], parts: int, room: float, window: Window
+) -> Schedule:
+    problem = tight_problem(lengths, layers, parts, room, window)
+    schedule = fit_schedule(problem, *ordered(problem, parts, window))
+    assert isinstance(schedule, Schedule)
+    return schedule
+
+
+def all_layers(problem: Problem, memories: SequenceOf[StageMemory]) -> Ints:
+    layers = [[stage.num_layers] for stage in problem.pipeline.stages]
+    return np.repeat(np.array(layers, dtype=np.int64), len(memories[0].kept), axis=1)
+
+
+def fits(schedule: Schedule, recompute: Ints) -> bool:
+    limits = schedule.problem.pipeline.limits
+    return all(
+        memory.during(row).max() <= limit
+        for memory, row, limit in zip(schedule.memories, recompute, limits, strict=True)
+    )
+
+
+def best_makespan(schedule: Schedule) -> float:
+    """Try all counts of a program: on each stage those that fit, and that no smaller counts undercut."""
+    choices = []
+    for memory, limit in zip(schedule.memories, schedule.problem.pipeline.limits, strict=True):
+        counts = np.array(list(product(range(memory.num_layers + 1), repeat=len(memory.kept))))
+        fitting = [row for row in counts if memory.during(row).max() <= limit]
+        choices.append(
+            [
+                row
+                for row in fitting
+                if not any((o <= row).all() and (o < row).any() for o in fitting)
+            ]
+        )
+    return min(
+        simulate_schedule(
+            schedule.problem, schedule.priced, schedule.memories, np.array(rows)
+        ).makespan_s
+        for rows in product(*choices)
+    )
+
+
+def check(given_one: Schedule, found: Schedule, solved: Solved | None) -> None:
+    """Check all that must hold however far the solvers got."""
+    assert found.makespan_s <= given_one.makespan_s
+    assert fits(found, found.recompute)
+    assert found.priced is given_one.priced
+    assert found.memories is given_one.memories
+    layers = all_layers(found.problem, found.memories)
+    assert ((found.recompute >= 0) & (found.recompute <= layers)).all()
+    again = simulate_schedule(found.problem, found.priced, found.memories, found.recompute)
+    assert found.makespan_s == again.makespan_s
+    limits = found.problem.pipeline.limits
+    peaks = [stage.peak_bytes for stage in make_replica(found).predicted]
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    if solved is not None and solved.gap is not None:
+        assert solved.gap >= 0
+
+
+@settings(max_examples=30)
+@given(LENGTHS, LAYERS, st.integers(2, 4), ROOM, WINDOWS)
+def test_small_cases_are_solved_and_brute_force_confirms_it(
+    lengths: list[int], layers: list[int], parts: int, room: float, window: Window
+) -> None:
+    schedule = swept(lengths, layers, parts, room, window)
+    assume(schedule.recompute.size <= 12)
+    found, solved = polish(schedule)
+    check(schedule, found, solved)
+    best = best_makespan(schedule)
+    if solved is None:
+        assert schedule.recompute.sum() == 0
+        assert best == pytest.approx(schedule.makespan_s)
+    else:
+        assert solved.status in ("Optimal", "optimal", "gaplimit")
+        assert solved.gap is not None
+        assert found.makespan_s <= best * EXACT
+        assert found.makespan_s / (1 + solved.gap) <= best * PROVED
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(2, 40), min_size=2, max_size=8),
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.integers(2, 16),
+    ROOM,
+    WINDOWS,
+    st.integers(0, 2**32),
+)
+def test_no_counts_that_fit_beat_the_bound(
+    lengths: list[int], layers: list[int], parts: int, room: float, window: Window, seed: int
+) -> None:
+    schedule = swept(lengths, layers, parts, room, window)
+    found, solved = polish(schedule)
+    check(schedule, found, solved)
+    if solved is None:
+        return
+    assert solved.gap is not None
+    bound = found.makespan_s / (1 + solved.gap)
+    generator, most = np.random.default_rng(seed), all_layers(schedule.problem, schedule.memories)
+    for share in (0.3, 0.7, 0.95):
+        # As much again as chance wants, and what is missing besides.
+        wanted = generator.binomial(most, share)
+        if fits(schedule, wanted):
+            other = simulate_schedule(schedule.problem, schedule.priced, schedule.memories, wanted)
+            assert bound <= other.makespan_s * PROVED
+
+
+def test_the_sweep_is_not_the_best_and_the_best_is_found() -> None:
+    # The sweep drops what is in flight longest for its bytes: the last chunks, whose B end the step.
+    schedule = swept([7, 27, 6, 12, 17], [2, 2, 2], 3, 0.49, "uniform")
+    best = best_makespan(schedule)
+    assert schedule.makespan_s > 1.1 * best
+    found, solved = polish(schedule)
+    assert found.makespan_s <= best * EXACT
+    assert found.recompute.sum() > 0
+    assert solved is not None
+    assert solved.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_papers_own_order_gains() -> None:
+    problem = tight_problem([40, 30, 20, 10, 10, 8, 6, 6], [3, 3, 3], 12, 0.1, "uniform")
+    schedule = plan_paper(problem)
+    assert isinstance(schedule, Schedule)
+    found, solved = polish(schedule)
+    check(schedule, found, solved)
+    assert found.makespan_s < 0.99 * schedule.makespan_s
+
+
+@pytest.mark.parametrize("most_iterations", [0, 1, 20_000])
+@pytest.mark.parametrize("most_nodes", [0, 1])
+@pytest.mark.parametrize("parts", [12, 24])
+def test_solvers_cut_short_leave_a_valid_plan_and_say_so(
+    most_iterations: int, most_nodes: int, parts: int
+) -> None:
+    schedule = swept([40, 30, 20, 20, 10], [3, 3, 3], parts, 0.1, "uniform")
+    found, solved = polish_within(schedule, most_iterations, most_nodes)
+    check(schedule, found, solved)
+    assert solved is not None
+    assert solved.solver == ("SCIP" if parts == 12 else "HiGHS")
+    if solved.solver == "HiGHS" and most_iterations < 2:
+        assert solved == Solved("HiGHS", "Iteration limit reached", None)
+    if solved.solver == "SCIP" and most_nodes == 0:
+        assert solved.status == "nodelimit"
+        assert (solved.gap is None) == (most_iterations < 2)
+
+
+def test_without_recompute_there_is_nothing_to_do() -> None:
+    problem = toy_problem([20] * 4, [2, 2])
+    schedule = fit_schedule(problem, *ordered(problem, 8, "uniform"))
+    assert isinstance(schedule, Schedule)
+    assert polish(schedule) == (schedule, None)
+
+
+def test_recompute_that_memory_does_not_ask_for_goes() -> None:
+    problem = toy_problem([20] * 4, [2, 2])
+    priced, memories = ordered(problem, 8, "uniform")
+    schedule = fixed_schedule(problem, priced, memories, all_layers(problem, memories))
+    assert isinstance(schedule, Schedule)
+    found, solved = polish(schedule)
+    assert found.recompute.sum() == 0
+    assert solved == Solved("HiGHS", "Optimal", pytest.approx(0.0, abs=1e-6))
+
+
+@pytest.mark.parametrize("limit", ["_MOST_CELLS", "_MOST_ENTRIES"])
+def test_too_many_chunks_for_a_solver_are_still_searched(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polish_module, limit, 0)
+    schedule = swept([7, 27, 6, 12, 17], [2, 2, 2], 3, 0.49, "uniform")
+    found, solved = polish(schedule)
+    check(schedule, found, solved)
+    assert solved is None
+    assert found.makespan_s < 0.95 * schedule.makespan_s
+
+
+def test_the_same_again() -> None:
+    def counts() -> SequenceOf[SequenceOf[int]]:
+        found, solved = polish(swept([40, 30, 20, 20, 10], [3, 3, 3], 12, 0.2, "uniform"))
+        return [*found.recompute.tolist(), [repr(solved)]]
+
+    assert counts() == counts()
