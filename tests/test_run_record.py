@@ -16,8 +16,8 @@ from infinipipe.measure.refine import refine_profile, scale_times
 from infinipipe.profiles import Profile, profile_sha256, read_model, read_profile, write_profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.run_record import RECORD, Run, RunRecord, compare_run, read_run, record_run
+from tests.cli.test_cli import Call, call
 from tests.plans import make_header, write_plan
-from tests.test_cli import Call, call
 
 __all__ = ["call"]
 

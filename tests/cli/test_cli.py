@@ -15,10 +15,10 @@ from types import ModuleType
 
 import pytest
 
-from infinipipe import cli
+from infinipipe.cli import entry as cli
 from infinipipe.cli import run_command
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "infinipipe"]
 TEXT = "def f(x):\n    return x + 1\n"
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)

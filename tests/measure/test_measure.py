@@ -17,12 +17,13 @@ import torch
 
 from infinipipe.cli import run_command
 from infinipipe.errors import InputError, RunError
+from infinipipe.measure import background_load as crew_module
+from infinipipe.measure import machine
 from infinipipe.measure.background_load import NO_LINKS, start_crew
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.machine import choose_device, limit_memory, memory_errors
 from infinipipe.measure.survey import Effort, OutOfMemory
-from infinipipe.profiles import Profile, machine, read_profile
-from infinipipe.profiles import crew as crew_module
+from infinipipe.profiles import Profile, read_profile
 from tests.runtime.replay import CPU, small_model
 
 NUM_RANKS = 3

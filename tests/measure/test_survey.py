@@ -12,7 +12,7 @@ from infinipipe.measure.fit import Point, Slices, fitted_seconds
 from infinipipe.measure.samples import fit_survey, make_samples, measure_accuracy
 from infinipipe.measure.survey import COARSE, FULL, QUICK, Effort, OutOfMemory, Seconds, Survey
 from infinipipe.profiles import LayerTime
-from tests.profiles.test_fit import TRUTH
+from tests.measure.test_fit import TRUTH
 
 
 @dataclass

@@ -32,7 +32,6 @@ from infinipipe.ir import (
     verify_plan,
 )
 from infinipipe.ir.verify import verify_step
-from infinipipe.planner import diagonals, paper
 from infinipipe.planner.batches import global_batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
 from infinipipe.planner.compile import compile_plan
@@ -42,7 +41,8 @@ from infinipipe.planner.passes.order import stage_leads
 from infinipipe.planner.passes.partition import make_stages, partition_layers
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 from infinipipe.planner.passes.schedule import Schedule, make_replica, order_memories, price
-from infinipipe.planner.policies import POLICIES
+from infinipipe.planner.policies import POLICIES, paper
+from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.baselines import plan_1f1b
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Ints, Problem, Work, average_work

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from infinipipe.ir import OpKind, Slice, chunk_chains
 from infinipipe.ir.text import show_program
-from infinipipe.planner import diagonals, epp, paper
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.passes.order import join_leads, make_program, overlap_leads, stage_leads
 from infinipipe.planner.passes.partition import partition_layers
@@ -24,7 +23,8 @@ from infinipipe.planner.passes.schedule import (
     order_memories,
     price,
 )
-from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
+from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES, epp, paper
+from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.epp import Space, plan_epp
 from infinipipe.planner.policies.paper import make_chains, plan_paper
 from infinipipe.planner.policies.tied_recompute import (

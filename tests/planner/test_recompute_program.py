@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from infinipipe.planner import polish as polish_module
+from infinipipe.planner.passes import recompute_program as polish_module
 from infinipipe.planner.passes.chunking import cut_chunks
 from infinipipe.planner.passes.order import Window, stage_leads
 from infinipipe.planner.passes.recompute import StageMemory

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from infinipipe.costs.predict import Span
 from infinipipe.ir import Header, Step
-from infinipipe.ir import page as page_module
+from infinipipe.reports import plan_page as page_module
 from infinipipe.reports.plan_page import plan_page
 from tests.plans import make_header, make_spans, make_step
 
