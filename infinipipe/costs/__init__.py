@@ -1,1 +1,20 @@
 """What chunks, ops and whole programs cost, in seconds and in bytes. It knows no torch."""
+
+from infinipipe.costs.chunks import ChunkSizes, CostedChunks
+from infinipipe.costs.memory import StageMemory
+from infinipipe.costs.model import CostModel, max_sequence_tokens
+from infinipipe.costs.program import PackedProgram
+from infinipipe.costs.simulate import Timeline, simulate
+from infinipipe.costs.work import Work
+
+__all__ = [
+    "ChunkSizes",
+    "CostModel",
+    "CostedChunks",
+    "PackedProgram",
+    "StageMemory",
+    "Timeline",
+    "Work",
+    "max_sequence_tokens",
+    "simulate",
+]

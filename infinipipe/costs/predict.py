@@ -1,4 +1,4 @@
-"""The timeline of a step drawn again from the plan alone, as it holds the profile it was made with."""
+"""A plan's predictions made again from the plan alone, as it holds the profile it was made with."""
 
 from __future__ import annotations
 
@@ -12,23 +12,16 @@ import msgspec
 import numpy as np
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.cost import (
-    MemoryTrace,
-    chunk_costs,
-    chunk_loads,
-    op_seconds,
-    optimizer_seconds,
-    replay_memory,
-    split_costs,
-)
+from infinipipe.costs.memory import StageMemory
+from infinipipe.costs.model import CostModel
+from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.simulate import Timeline, simulate
 from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
-from infinipipe.ir import Header, Op, OpKind, Replica, StagePrediction, Step
+from infinipipe.ir import TRAITS, Header, Op, OpKind, Replica, StagePrediction, Step
 from infinipipe.ir.text import show_op, window
 from infinipipe.profiles import Profile
 
-_SPLIT = (OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT)
-_RECOMPUTING = (OpKind.BACKWARD, OpKind.BACKWARD_INPUT)
+# Sums of many floats may differ in their last digits, by the version of numpy or by the processor.
 _TOLERANCE = 1e-9
 
 
@@ -62,128 +55,133 @@ def step_spans(header: Header, step: Step) -> tuple[Span, ...]:
     """
     if not is_priced(header, step):
         raise PlanFileError(
-            f"step {step.index} has ops I and W; the plan's profile prices F and B, so it has no times"
+            f"step {step.index} has ops I and W; the plan's profile prices F and B, "
+            "so it has no times"
         )
     spans: list[Span] = []
-    for number, drawn in _redraw(header, _profile(header), step):
-        spans += drawn.spans(number, step.replicas[number])
+    for number, prediction in _predict(plan_costs(header), step):
+        spans += prediction.spans(number, step.replicas[number])
     return tuple(spans)
 
 
 def is_priced(header: Header, step: Step) -> bool:
-    """Return whether the plan's profile prices all ops of a step: I and W are not in every profile."""
-    if not _has_split(step.replicas):
+    """Return whether the plan's profile prices all ops of a step: I and W are not in every one."""
+    if not _has_input_weight(step.replicas):
         return True
     try:
-        return _profile(header).prices_split
+        return plan_costs(header).profile.prices_split
     except VerifyError:
         return False
 
 
-def _has_split(replicas: SequenceOf[Replica]) -> bool:
-    return any(
-        op.kind in _SPLIT for replica in replicas for program in replica.programs for op in program
-    )
+def _has_input_weight(replicas: SequenceOf[Replica]) -> bool:
+    programs = (program for replica in replicas for program in replica.programs)
+    return any(op.kind == OpKind.BACKWARD_INPUT for program in programs for op in program)
 
 
 def check_predictions(header: Header, step: Step) -> None:
-    """Check that a step's times and peaks are those that the plan's profile gives; `is_priced` must hold.
+    """Check that a step's times and peaks are those that the plan's profile gives.
+
+    `is_priced` must hold.
 
     Raises:
         VerifyError: they are not, or the profile cannot be used.
     """
-    profile, makespan_s = _profile(header), 0.0
-    for number, drawn in _redraw(header, profile, step):
-        makespan_s = max(makespan_s, drawn.timeline.makespan_s)
-        for stage, told in enumerate(step.replicas[number].predicted):
+    costs = plan_costs(header)
+    makespan_s = 0.0
+    for number, prediction in _predict(costs, step):
+        makespan_s = max(makespan_s, prediction.timeline.makespan_s)
+        replica = step.replicas[number]
+        for stage, stated in enumerate(replica.predicted):
             where = f"step {step.index}, replica {number}, stage {stage}"
-            _compare(
-                where,
-                told,
-                drawn.prediction(stage),
-                drawn.around_peak(stage, step.replicas[number]),
-            )
-    whole = makespan_s + max(optimizer_seconds(profile, stage) for stage in header.stages)
-    for name, found in (("makespan_s", makespan_s), ("step_s", whole)):
-        _compare_number(f"step {step.index}", name, getattr(step, name), found)
+            around = prediction.around_peak(stage, replica)
+            _compare(where, stated, prediction.of_stage(stage), around)
+    _compare_number(f"step {step.index}", "makespan_s", step.makespan_s, makespan_s)
+    _compare_number(f"step {step.index}", "step_s", step.step_s, makespan_s + costs.end_of_step_s)
 
 
-def _compare(where: str, told: StagePrediction, found: StagePrediction, around_peak: str) -> None:
-    if told.peak_bytes != found.peak_bytes:
+def _compare(
+    where: str, stated: StagePrediction, actual: StagePrediction, around_peak: str
+) -> None:
+    if stated.peak_bytes != actual.peak_bytes:
         raise VerifyError(
-            f"{where}: a predicted peak of {told.peak_bytes} bytes; "
-            f"the plan's profile gives {found.peak_bytes}: {around_peak}"
+            f"{where}: a predicted peak of {stated.peak_bytes} bytes; "
+            f"the plan's profile gives {actual.peak_bytes}: {around_peak}"
         )
+    scale = actual.busy_s + actual.bubble_s
     for name in ("busy_s", "recompute_s", "bubble_s"):
-        _compare_number(
-            where, name, getattr(told, name), getattr(found, name), found.busy_s + found.bubble_s
-        )
+        _compare_number(where, name, getattr(stated, name), getattr(actual, name), scale)
 
 
-def _compare_number(where: str, name: str, told: float, found: float, scale: float = 0.0) -> None:
-    if not math.isclose(told, found, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale):
+def _compare_number(
+    where: str, name: str, stated: float, actual: float, scale: float = 0.0
+) -> None:
+    if not math.isclose(stated, actual, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale):
         raise VerifyError(
-            f"{where}: a predicted {name} of {told}; the plan's profile gives {found}"
+            f"{where}: a predicted {name} of {stated}; the plan's profile gives {actual}"
         )
 
 
-def _profile(header: Header) -> Profile:
+def plan_costs(header: Header) -> CostModel:
+    """Return the cost model that a plan was made with.
+
+    Raises:
+        VerifyError: the profile in the header cannot be used.
+    """
     try:
-        return msgspec.msgpack.decode(header.profile, type=Profile)
+        profile = msgspec.msgpack.decode(header.profile, type=Profile)
     except (msgspec.MsgspecError, InfinipipeError, ValueError, RecursionError) as error:
         raise VerifyError(f"header: the profile cannot be used: {error}") from None
+    return CostModel(profile, header.layout, header.stages, header.logits_tokens)
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """One replica of a step, drawn again."""
+class _ReplicaPrediction:
+    """One replica of a step."""
 
     timeline: Timeline
     recompute_s: Floats
-    """Of each stage and chunk."""
-    memory: tuple[MemoryTrace, ...]
+    """(stages, chunks)"""
+    during_bytes: tuple[Floats, ...]
+    """(ops,) for each stage."""
+    after_bytes: tuple[Floats, ...]
 
-    def prediction(self, stage: int) -> StagePrediction:
-        busy = self.timeline.busy_s(stage)
+    def of_stage(self, stage: int) -> StagePrediction:
+        busy_s = self.timeline.busy_s(stage)
         return StagePrediction(
-            busy_s=busy,
+            busy_s=busy_s,
             recompute_s=float(self.recompute_s[stage].sum()),
-            bubble_s=max(0.0, self.timeline.makespan_s - busy),
-            peak_bytes=round(self.memory[stage].during.max()),
+            bubble_s=max(0.0, self.timeline.makespan_s - busy_s),
+            peak_bytes=round(self.during_bytes[stage].max()),
         )
 
     def around_peak(self, stage: int, replica: Replica) -> str:
-        return window(stage, replica.programs[stage], int(self.memory[stage].during.argmax()))
+        """Show the ops around the one at which the stage holds most."""
+        return window(stage, replica.programs[stage], int(self.during_bytes[stage].argmax()))
 
     def spans(self, number: int, replica: Replica) -> Iterator[Span]:
         for stage, program in enumerate(replica.programs):
-            start_s, end_s, memory = (
-                self.timeline.start_s[stage],
-                self.timeline.end_s[stage],
-                self.memory[stage],
-            )
             for position, op in enumerate(program):
+                recomputes = TRAITS[op.kind].recomputes
                 yield Span(
                     replica=number,
                     stage=stage,
                     op=op,
-                    start_s=float(start_s[position]),
-                    end_s=float(end_s[position]),
-                    recompute_s=float(self.recompute_s[stage, op.chunk])
-                    if op.kind in _RECOMPUTING
-                    else 0.0,
-                    during_bytes=round(memory.during[position]),
-                    after_bytes=round(memory.after[position]),
+                    start_s=float(self.timeline.start_s[stage][position]),
+                    end_s=float(self.timeline.end_s[stage][position]),
+                    recompute_s=float(self.recompute_s[stage, op.chunk]) if recomputes else 0.0,
+                    during_bytes=round(self.during_bytes[stage][position]),
+                    after_bytes=round(self.after_bytes[stage][position]),
                 )
 
 
-def _redraw(header: Header, profile: Profile, step: Step) -> Iterator[tuple[int, _Drawn]]:
-    """Yield the number and the drawing of every replica that has work."""
+def _predict(costs: CostModel, step: Step) -> Iterator[tuple[int, _ReplicaPrediction]]:
+    """Yield the number and the prediction of every replica that has work."""
     for number, replica in enumerate(step.replicas):
         if replica.chunks:
             with _finite(step):
-                drawn = _redraw_replica(header, profile, step, replica)
-            yield number, drawn
+                prediction = _predict_replica(costs, step, replica)
+            yield number, prediction
 
 
 @contextmanager
@@ -198,34 +196,19 @@ def _finite(step: Step) -> Iterator[None]:
         ) from None
 
 
-def _redraw_replica(header: Header, profile: Profile, step: Step, replica: Replica) -> _Drawn:
-    loads = chunk_loads(replica.chunks, step.sequences)
-    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
-    split = split_costs(profile, header.stages, loads) if _has_split((replica,)) else None
-    recompute_s = np.array(replica.recompute) * costs.recompute_s
-    tables = [
-        op_seconds(costs, split, stage, counts) for stage, counts in enumerate(replica.recompute)
-    ]
-    seconds = [
-        [table[op.kind][op.chunk] for op in ops]
-        for table, ops in zip(tables, replica.programs, strict=True)
-    ]
-    timeline = simulate(replica.programs, seconds, costs.transfer_s.tolist())
-    memory = tuple(
-        replay_memory(
-            profile,
-            header.stages,
-            stage,
-            step.sequences,
-            loads,
-            costs,
-            program,
-            replica.recompute[stage],
-            split,
-        )
-        for stage, program in enumerate(replica.programs)
-    )
-    numbers = (timeline.makespan_s, *(float(trace.during.max()) for trace in memory))
-    if not all(map(math.isfinite, numbers)):
+def _predict_replica(costs: CostModel, step: Step, replica: Replica) -> _ReplicaPrediction:
+    costed = costs.price(replica.chunks, step.sequences)
+    programs = [PackedProgram.pack(program) for program in replica.programs]
+    recompute = np.array(replica.recompute, dtype=np.int64)
+    seconds: list[Floats] = []
+    memories: list[StageMemory] = []
+    for stage, program in enumerate(programs):
+        seconds.append(costs.op_seconds(stage, costed, program, recompute[stage]))
+        memories.append(costs.memory(stage, costed, program))
+    timeline = simulate(programs, seconds, costed.transfer_s)
+    during = [memory.during(recompute[stage]) for stage, memory in enumerate(memories)]
+    after = [memory.after(recompute[stage]) for stage, memory in enumerate(memories)]
+    peaks = [float(held.max()) for held in during]
+    if not all(map(math.isfinite, (timeline.makespan_s, *peaks))):
         raise ArithmeticError("they overflow")
-    return _Drawn(timeline, recompute_s, memory)
+    return _ReplicaPrediction(timeline, recompute * costed.recompute_s, tuple(during), tuple(after))

@@ -1,30 +1,22 @@
 """The one simulator: replays programs event by event, as the runtime runs them.
 
-* A stage runs its program in order. An op starts when the op before it has ended and its message is there.
-* Of each direction a stage has one receive posted: receive k when the op that consumes message k-1 starts.
-* Sends are asynchronous, but a stage hands over send k of a channel only when send k-1 has completed, and
-  waits for that. A transfer starts when it is handed over and its receive is posted.
+* A stage runs its program in order. An op starts when the op before it has ended and its message
+  is there.
+* Of each direction a stage has one receive posted: receive k when the op that consumes message k-1
+  starts.
+* Sends are asynchronous, but a stage hands over send k of a channel only when send k-1 has
+  completed, and waits for that. A transfer starts when it is handed over and its receive is posted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from infinipipe.aliases import Floats
-from infinipipe.ir import Op, OpKind
-
-DOWN, STAY, UP = 1, 0, -1
-DIRECTIONS = {
-    OpKind.FORWARD: DOWN,
-    OpKind.BACKWARD: UP,
-    OpKind.BACKWARD_INPUT: UP,
-    OpKind.BACKWARD_WEIGHT: STAY,
-}
-"""Where an op's output travels: F to the next stage, B and I to the one before."""
+from infinipipe.costs.program import PackedProgram
 
 
 @dataclass(frozen=True)
@@ -45,46 +37,36 @@ class Timeline:
 
 
 def simulate(
-    programs: SequenceOf[SequenceOf[Op]],
-    seconds: SequenceOf[SequenceOf[float]],
-    transfer_s: SequenceOf[float],
+    programs: SequenceOf[PackedProgram],
+    seconds: SequenceOf[Floats],
+    transfer_s: Floats,
 ) -> Timeline:
-    """Replay programs whose ops take the given seconds; `transfer_s` is per chunk.
+    """Replay the programs of all stages.
 
-    The programs must be free of deadlock, as `infinipipe.ir.verify` proves.
+    They must be free of deadlock, as `infinipipe.ir.verify` proves.
+
+    Args:
+        programs: one per stage.
+        seconds: (ops,) for each stage, how long its ops take.
+        transfer_s: (chunks,) how long a chunk's activation, or its gradient, travels.
     """
-    directions = [[DIRECTIONS[op.kind] for op in program] for program in programs]
-    chunks = [[op.chunk for op in program] for program in programs]
-    return replay(directions, chunks, seconds, transfer_s)
-
-
-def replay(
-    directions: SequenceOf[SequenceOf[int]],
-    chunks: SequenceOf[SequenceOf[int]],
-    seconds: SequenceOf[SequenceOf[float]],
-    transfer_s: SequenceOf[float],
-) -> Timeline:
-    """Do what `simulate` does for programs given as directions and chunks."""
-    ends = connect(directions, chunks, transfer_s)
-    stages = [_Stage(directions[s], seconds[s], *ends[s]) for s in range(len(directions))]
+    ends = connect(programs, transfer_s)
+    stages = [
+        StageReplay(program, stage_s, *ends[stage])
+        for stage, (program, stage_s) in enumerate(zip(programs, seconds, strict=True))
+    ]
     run_stages(stages)
-    assert all(len(stage.start) == len(stage.directions) for stage in stages), "deadlock"
+    assert all(len(stage.start) == len(stage.travels) for stage in stages), "deadlock"
     return Timeline(
         start_s=tuple(np.array(stage.start, dtype=np.float64) for stage in stages),
         end_s=tuple(np.array(stage.end, dtype=np.float64) for stage in stages),
     )
 
 
-class Advancing(Protocol):
-    """A stage that runs its ops."""
-
-    def advance(self) -> bool:
-        """Go on until the stage waits or ends; return whether anything happened that a neighbour may wait for."""
-
-
-def run_stages(stages: SequenceOf[Advancing]) -> None:
+def run_stages(stages: SequenceOf[StageReplay]) -> None:
     """Let every stage go on until all have ended, or none can."""
-    awake, queued = list(range(len(stages))), [True] * len(stages)
+    awake = list(range(len(stages)))
+    queued = [True] * len(stages)
     while awake:
         number = awake.pop()
         queued[number] = False
@@ -108,7 +90,8 @@ class Channel:
 
     def arrival(self, number: int) -> float | None:
         """Return when a transfer is complete, None if that is not known yet."""
-        arrivals, consumed = self.arrivals, self.consumed
+        arrivals = self.arrivals
+        consumed = self.consumed
         while (known := len(arrivals)) <= number:
             if known == len(self.handed) or known > len(consumed):
                 return None
@@ -119,32 +102,37 @@ class Channel:
 
 
 Channels = tuple[Channel | None, Channel | None, Channel | None]
-"""Of one stage, by direction: STAY, DOWN and UP are 0, 1 and -1."""
+"""Of one stage, indexed by `Direction`; None where there is no neighbour."""
 
 
-class _Stage:
+class StageReplay:
     """How far a stage is."""
 
     def __init__(
-        self,
-        directions: SequenceOf[int],
-        seconds: SequenceOf[float],
-        inputs: Channels,
-        outputs: Channels,
+        self, program: PackedProgram, seconds: Floats, inputs: Channels, outputs: Channels
     ) -> None:
-        self.directions = directions
-        self.seconds = seconds
+        # Lists, because single elements of arrays are slow.
+        self.travels: list[int] = program.travels.tolist()
+        self.seconds: list[float] = seconds.tolist()
         self.inputs = inputs
         self.outputs = outputs
         self.start: list[float] = []
         self.end: list[float] = []
         self.free = 0.0
+        """When the stage can do something else."""
         self.sending: Channel | None = None
+        """Where the last op's result has still to be handed over."""
 
     def advance(self) -> bool:
-        """See `Advancing`."""
-        free, sending, any_event = self.free, self.sending, False
-        for position in range(len(self.start), len(self.directions) + 1):
+        """Go on until the stage waits or ends.
+
+        Return whether anything happened that a neighbour may wait for.
+        """
+        # Local names: this loop is most of what planning does.
+        free = self.free
+        sending = self.sending
+        any_event = False
+        for position in range(len(self.start), len(self.travels) + 1):
             if sending is not None:
                 handed = sending.handed
                 if handed:
@@ -153,10 +141,11 @@ class _Stage:
                         break
                     free = arrival if arrival > free else free
                 handed.append(free)
-                sending, any_event = None, True
-            if position == len(self.directions):
+                sending = None
+                any_event = True
+            if position == len(self.travels):
                 break
-            direction = self.directions[position]
+            direction = self.travels[position]
             channel = self.inputs[direction]
             if channel is not None:
                 arrival = channel.arrival(len(channel.consumed))
@@ -169,27 +158,34 @@ class _Stage:
             free += self.seconds[position]
             self.end.append(free)
             sending = self.outputs[direction]
-        self.free, self.sending = free, sending
+        self.free = free
+        self.sending = sending
         return any_event
 
 
 def connect(
-    directions: SequenceOf[SequenceOf[int]],
-    chunks: SequenceOf[SequenceOf[int]],
-    transfer_s: SequenceOf[float],
+    programs: SequenceOf[PackedProgram], transfer_s: Floats
 ) -> list[tuple[Channels, Channels]]:
     """Join stages by channels; return every stage's inputs and outputs."""
-    orders = {
-        direction: [
-            [c for c, d in zip(chunks[s], directions[s], strict=True) if d == direction]
-            for s in range(len(directions))
-        ]
-        for direction in (DOWN, UP)
-    }
-    down: list[Channel | None] = [Channel(order, transfer_s) for order in orders[DOWN][:-1]]
-    up: list[Channel | None] = [Channel(order, transfer_s) for order in orders[UP][1:]]
-    # down[s] leaves stage s - 1 and up[s] leaves stage s, so that both ends stay open.
-    down, up = [None, *down, None], [None, *up, None]
-    return [
-        ((None, down[s], up[s + 1]), (None, down[s + 1], up[s])) for s in range(len(directions))
-    ]
+    durations: list[float] = transfer_s.tolist()
+    # Both pipes' ends stay open: nothing comes to the first stage nor leaves the last one.
+    down: list[Channel | None] = [None]
+    for program in programs[:-1]:
+        down.append(Channel(program.forward_chunks.tolist(), durations))
+    down.append(None)
+    up: list[Channel | None] = [None]
+    for program in programs[1:]:
+        up.append(Channel(program.backward_chunks.tolist(), durations))
+    up.append(None)
+    # down[s] leads to stage s, and up[s] leads away from it.
+    ends = []
+    for stage in range(len(programs)):
+        inputs = _channels(down=down[stage], up=up[stage + 1])
+        outputs = _channels(down=down[stage + 1], up=up[stage])
+        ends.append((inputs, outputs))
+    return ends
+
+
+def _channels(*, down: Channel | None, up: Channel | None) -> Channels:
+    """Return channels that a `Direction` indexes: 0 stays, 1 goes down, and -1, the last, up."""
+    return (None, down, up)

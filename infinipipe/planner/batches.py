@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from infinipipe.aliases import Ints
+from infinipipe.dataset import Rows
+from infinipipe.ir import Sequence
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's sequences."""
+
+    index: int
+    """Of the step."""
+    sequences: tuple[Sequence, ...]
 
 
 def steps_per_epoch(num_rows: int, batch_size: int) -> int:
@@ -14,16 +28,53 @@ def steps_per_epoch(num_rows: int, batch_size: int) -> int:
     return -(-num_rows // batch_size)
 
 
-def global_batches(num_rows: int, batch_size: int, num_steps: int, seed: int) -> Iterator[Ints]:
-    """Yield the rows of each step.
+class Batches:
+    """The global batches of a plan.
 
-    Every epoch is a fresh permutation. It depends on nothing but the arguments: neither costs, nor stages,
-    nor replicas move a row to another step.
+    Every epoch is a fresh permutation of the rows. It depends on nothing but the arguments: neither
+    costs, nor stages, nor replicas move a row to another step.
+
+    Args:
+        rows: lengths and targets of the dataset.
+        batch_size: sequences in a step.
+        num_steps: of the plan.
+        seed: draws the permutations.
     """
-    generator = np.random.Generator(np.random.PCG64(seed))
-    remaining = num_steps
-    while remaining > 0:
-        order = generator.permutation(num_rows)
-        for first in range(0, num_rows, batch_size)[:remaining]:
-            yield order[first : first + batch_size]
-        remaining -= steps_per_epoch(num_rows, batch_size)
+
+    def __init__(self, rows: Rows, batch_size: int, num_steps: int, seed: int) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._num_steps = num_steps
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._first_epoch = self._generator.permutation(len(rows.lengths))
+
+    def steps(self, first: int = 0) -> Iterator[Batch]:
+        """Yield the steps from `first` on."""
+        for index, rows in enumerate(islice(self.rows_of_steps(), first, None), start=first):
+            yield Batch(index, self._sequences(rows))
+
+    def longest(self) -> Batch:
+        """Return the longest sequence of the plan alone, with the index of the first step that has
+        it."""
+        # All rows of later epochs are in the first one.
+        drawn = self._first_epoch[: self._num_steps * self._batch_size]
+        place = int(self._rows.lengths[drawn].argmax())
+        return Batch(place // self._batch_size, self._sequences(drawn[place : place + 1]))
+
+    def rows_of_steps(self) -> Iterator[Ints]:
+        """Yield the rows of each step."""
+        num_rows = len(self._rows.lengths)
+        # What comes after the first epoch is the same, however often it is asked for.
+        generator = copy.deepcopy(self._generator)
+        epoch = self._first_epoch
+        remaining = self._num_steps
+        while remaining > 0:
+            for first in range(0, num_rows, self._batch_size)[:remaining]:
+                yield epoch[first : first + self._batch_size]
+            remaining -= steps_per_epoch(num_rows, self._batch_size)
+            epoch = generator.permutation(num_rows)
+
+    def _sequences(self, rows: Ints) -> tuple[Sequence, ...]:
+        lengths = self._rows.lengths[rows].tolist()
+        targets = self._rows.targets[rows].tolist()
+        return tuple(map(Sequence, rows.tolist(), lengths, targets))

@@ -15,8 +15,8 @@ from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Step
 from infinipipe.ir.verify import verify_header, verify_step
-from infinipipe.planner.compile import make_header, make_pipeline, plan_steps
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
+from infinipipe.planner.options import CompileOptions, Request
 from infinipipe.planner.policies import POLICIES
 from infinipipe.profiles import Profile
 
@@ -51,41 +51,6 @@ class InfeasibleRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def compare_policies(
-    dataset: Dataset,
-    profile: Profile,
-    options: CompileOptions,
-    policies: SequenceOf[str] = tuple(POLICIES),
-    progress: Progress | None = None,
-) -> list[Row | InfeasibleRow]:
-    """Plan the same steps with each policy and return a row for each, in order; every plan is verified.
-
-    Raises:
-        InputError: a policy is unknown, or the options do not fit the profile or the dataset.
-        InfeasibleError: the stages cannot even hold the model.
-    """
-    unknown = [policy for policy in policies if policy not in POLICIES]
-    if unknown:
-        raise InputError(
-            f"--policies {unknown[0]}: no such policy; there are {', '.join(POLICIES)}"
-        )
-    pipeline = make_pipeline(dataset, profile, options)
-    rows: list[Row | InfeasibleRow] = []
-    for number, policy in enumerate(policies):
-        header = make_header(dataset, pipeline, replace(options, policy=policy))
-        verify_header(header)
-        steps, first = plan_steps(dataset, pipeline, header), number * header.num_steps
-        total = len(policies) * header.num_steps
-
-        def advance(done: int, first: int = first, total: int = total) -> None:
-            if progress is not None:
-                progress(first + done, total)
-
-        rows.append(_compare(header, steps, advance))
-        advance(header.num_steps)
-    return rows
-
-
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """The policies on one choice of stages and memory."""
 
@@ -103,62 +68,101 @@ def compare_grid(
     policies: SequenceOf[str] = tuple(POLICIES),
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Compare policies for every choice of stages and of memory; an empty sequence leaves that to `options`.
+    """Compare policies for every choice of stages and of memory.
+
+    An empty sequence of choices leaves that to `options`.
 
     Raises:
         InputError: as `compare_policies`.
     """
-    choices = [
-        replace(
-            options,
-            num_stages=s,
-            memory_limit_bytes=options.memory_limit_bytes if m is None else (m,),
-        )
-        for s in stages or (options.num_stages,)
-        for m in memories or (None,)
+    requests = [
+        choice.resolve(profile, len(dataset)) for choice in _choices(options, stages, memories)
     ]
-    for choice in choices:
-        (
-            choice.stages(profile),
-            choice.limits(profile),
-        )  # what cannot be is said before anything is planned
     cells = []
-    for number, choice in enumerate(choices):
+    for number, request in enumerate(requests):
 
         def advance(done: int, total: int, number: int = number) -> None:
             if progress is not None:
-                progress(number * total + done, len(choices) * total)
+                progress(number * total + done, len(requests) * total)
 
+        rows: list[Row | InfeasibleRow]
         try:
-            rows = compare_policies(dataset, profile, choice, policies, advance)
+            rows = compare_policies(dataset, profile, request, policies, advance)
         except InfeasibleError as error:
             rows = [InfeasibleRow(policy=policy, reason=str(error)) for policy in policies]
         cells.append(
             Cell(
-                num_stages=choice.stages(profile),
-                memory_limit_bytes=choice.limits(profile),
+                num_stages=request.layout.num_stages,
+                memory_limit_bytes=request.limits,
                 rows=tuple(rows),
             )
         )
     return cells
 
 
+def _choices(
+    options: CompileOptions, stages: SequenceOf[int], memories: SequenceOf[int]
+) -> Iterator[CompileOptions]:
+    for num_stages in stages or (options.num_stages,):
+        for memory in memories or (None,):
+            limits = options.memory_limit_bytes if memory is None else (memory,)
+            yield replace(options, num_stages=num_stages, memory_limit_bytes=limits)
+
+
+def compare_policies(
+    dataset: Dataset,
+    profile: Profile,
+    request: Request,
+    policies: SequenceOf[str] = tuple(POLICIES),
+    progress: Progress | None = None,
+) -> list[Row | InfeasibleRow]:
+    """Plan the same steps with each policy and return a row for each, in order.
+
+    Every plan is verified.
+
+    Raises:
+        InputError: a policy is unknown, or a sequence is too long.
+        InfeasibleError: the stages cannot even hold the model.
+    """
+    unknown = [policy for policy in policies if policy not in POLICIES]
+    if unknown:
+        known = ", ".join(POLICIES)
+        raise InputError(f"--policies {unknown[0]}: no such policy; there are {known}")
+    pipeline = make_pipeline(dataset, profile, request)
+    batches = draw_batches(dataset, request)
+    total = len(policies) * request.num_steps
+    rows: list[Row | InfeasibleRow] = []
+    for number, policy in enumerate(policies):
+        mine = replace(request, policy=policy)
+        header = make_header(dataset, pipeline, mine)
+        verify_header(header)
+        first = number * request.num_steps
+
+        def advance(done: int, first: int = first) -> None:
+            if progress is not None:
+                progress(first + done, total)
+
+        rows.append(_compare(header, plan_steps(pipeline, mine, batches), advance))
+        advance(request.num_steps)
+    return rows
+
+
 def _compare(
     header: Header, steps: Iterator[Step], advance: Callable[[int], None]
 ) -> Row | InfeasibleRow:
-    found: list[Step] = []
+    planned: list[Step] = []
     began = time.perf_counter()
     seconds = 0.0
     try:
         for step in steps:
             seconds += time.perf_counter() - began
             verify_step(header, step)
-            found.append(step)
-            advance(len(found))
+            planned.append(step)
+            advance(len(planned))
             began = time.perf_counter()
     except InfeasibleError as error:
         return InfeasibleRow(policy=header.policy, reason=str(error))
-    return summarize(header.policy, found, seconds)
+    return summarize(header.policy, planned, seconds)
 
 
 def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infinipipe.errors import InputError
-from infinipipe.ir import LossNorm
+from infinipipe.ir import Layout, LossNorm
 from infinipipe.planner.batches import steps_per_epoch
 from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
 from infinipipe.profiles import Profile
@@ -54,21 +54,40 @@ class CompileOptions:
         if self.loss_norm not in ("token", "sequence"):
             raise InputError(f"--loss-norm {self.loss_norm}: token or sequence is needed")
 
-    def stages(self, profile: Profile) -> int:
-        """Return the number of stages for a profile.
+    def resolve(self, profile: Profile, num_rows: int) -> Request:
+        """Return what is asked for with a profile and a dataset of so many sequences.
+
+        Raises:
+            InputError: the options do not fit them.
+        """
+        layout = self.layout(profile)
+        batch_size = min(self.batch_size or DEFAULT_BATCH_SIZE, num_rows)
+        return Request(
+            layout=layout,
+            limits=self.limits(profile),
+            batch_size=batch_size,
+            num_steps=self.num_steps or steps_per_epoch(num_rows, batch_size),
+            seed=self.seed,
+            policy=self.policy,
+            loss_norm=self.loss_norm,
+        )
+
+    def layout(self, profile: Profile) -> Layout:
+        """Return how the devices are used.
 
         Raises:
             InputError: there are more stages than layers.
         """
         num_layers = profile.model.num_layers
-        if self.num_stages is None:
-            return max(1, min(profile.device.num_devices, num_layers))
-        if self.num_stages > num_layers:
+        num_stages = self.num_stages
+        if num_stages is None:
+            num_stages = max(1, min(profile.device.num_devices, num_layers))
+        elif num_stages > num_layers:
             raise InputError(
-                f"--stages {self.num_stages}: {profile.model.name} has only {num_layers} layers, "
+                f"--stages {num_stages}: {profile.model.name} has only {num_layers} layers, "
                 f"and every stage needs one; give at most {num_layers}"
             )
-        return self.num_stages
+        return Layout(num_stages=num_stages, num_replicas=self.num_replicas)
 
     def limits(self, profile: Profile) -> tuple[int, ...]:
         """Return the memory limit of every stage.
@@ -76,15 +95,27 @@ class CompileOptions:
         Raises:
             InputError: the number of limits is neither one nor that of the stages.
         """
-        num_stages = self.stages(profile)
+        num_stages = self.layout(profile).num_stages
         given = self.memory_limit_bytes or (profile.device.memory_bytes,)
-        if len(given) not in (1, num_stages):
+        if len(given) == 1:
+            return given * num_stages
+        if len(given) != num_stages:
             raise InputError(
-                f"--memory: {len(given)} limits for {num_stages} stages; give one, or one for each stage"
+                f"--memory: {len(given)} limits for {num_stages} stages; give one, or one for each "
+                "stage"
             )
-        return given * num_stages if len(given) == 1 else given
+        return given
 
-    def batches(self, num_rows: int) -> tuple[int, int]:
-        """Return the batch size and the number of steps for a dataset of so many sequences."""
-        batch_size = min(self.batch_size or DEFAULT_BATCH_SIZE, num_rows)
-        return batch_size, self.num_steps or steps_per_epoch(num_rows, batch_size)
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be planned: the options, resolved with a profile and a dataset."""
+
+    layout: Layout
+    limits: tuple[int, ...]
+    """Bytes per stage."""
+    batch_size: int
+    num_steps: int
+    seed: int
+    policy: str
+    loss_norm: LossNorm

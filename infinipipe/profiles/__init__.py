@@ -1,6 +1,6 @@
 """Profiles: what a model costs on a device, in seconds and in bytes."""
 
-from infinipipe.profiles.models import ARCHITECTURES, PRESETS, read_model
+from infinipipe.profiles.models import ARCHITECTURES, PRESETS, logits_tokens, read_model
 from infinipipe.profiles.profile import (
     Bytes,
     Curve,
@@ -28,6 +28,7 @@ __all__ = [
     "Sample",
     "Times",
     "pack_profile",
+    "logits_tokens",
     "profile_sha256",
     "read_model",
     "read_profile",

@@ -94,6 +94,9 @@ class Times(
     """Per byte that each rank holds, among `all_to_all_ranks`: for sequence parallelism within a stage."""
     all_to_all_ranks: int
     """1 where there is nobody to exchange with."""
+    all_reduce_s: Line | None = None
+    """Per byte of a buffer that as many ranks as `all_to_all_ranks` add up among them (gradients of
+    replicas); None in profiles that were made before this was measured."""
     layer_input_backward: LayerTime | None = None
     """I, the gradients of a layer's inputs, without recompute; None where B has not been timed in parts."""
     layer_weight_backward: LayerTime | None = None

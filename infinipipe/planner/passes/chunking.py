@@ -9,8 +9,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from infinipipe.costs import Work
 from infinipipe.ir import Chunk, Slice
-from infinipipe.planner.problem import Problem, Work
+from infinipipe.planner.problem import Problem
 
 # Even slices may have a little more work than asked for, rather than be one more and smaller.
 _STRETCH = 1.1

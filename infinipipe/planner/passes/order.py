@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.ir import Op, OpKind
 from infinipipe.planner.passes.chunking import Chunks
 
 Window = Literal["uniform", "adaptive", "serial"]
@@ -92,21 +91,3 @@ def overlap_leads(leads: Ints, ends: SequenceOf[int]) -> Ints:
     ahead = np.arange(num_stages - 1, -1, -1)[:, None]
     wanted = np.minimum(places + 1 + ahead, num_chunks)
     return np.asarray(np.where(left <= ahead, np.maximum(leads, wanted), leads))
-
-
-def interleave(leads: Ints, backwards: Ints) -> tuple[Ints, Ints]:
-    """Return one stage's program as directions (1 is F, -1 is B) and chunks."""
-    num_chunks = len(leads)
-    directions = np.ones(2 * num_chunks, dtype=np.int64)
-    places = leads + np.arange(num_chunks)
-    directions[places] = -1
-    chunks = np.empty(2 * num_chunks, dtype=np.int64)
-    chunks[places] = backwards
-    chunks[directions == 1] = np.arange(num_chunks)
-    return directions, chunks
-
-
-def make_program(directions: SequenceOf[int], chunks: SequenceOf[int]) -> tuple[Op, ...]:
-    """Return the ops of one stage's program."""
-    kinds = {1: OpKind.FORWARD, -1: OpKind.BACKWARD}
-    return tuple(Op(kinds[d], c) for d, c in zip(directions, chunks, strict=True))

@@ -7,43 +7,55 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs.cost import curve_seconds, layer_seconds, static_bytes
+from infinipipe.costs import CostModel
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Stage
-from infinipipe.profiles import Curve, Profile
+from infinipipe.ir import Layout, Stage
+from infinipipe.profiles import Profile, logits_tokens
 from infinipipe.units import show_bytes
 
-# Layers are balanced for chunks of so many tokens, where the head's and the layers' efficiency have settled.
+# Layers are balanced for chunks of so many tokens, where the head's and the layers' efficiency
+# have settled.
 _TYPICAL_TOKENS = 4096
 
 
-def partition_layers(
-    profile: Profile, num_stages: int, limits: SequenceOf[int], lengths: Ints
-) -> tuple[Stage, ...]:
-    """Return the stages whose slowest is fastest for sequences like these.
+def balanced_costs(
+    profile: Profile, layout: Layout, limits: SequenceOf[int], lengths: Ints
+) -> CostModel:
+    """Return the costs of the stages whose slowest is fastest for sequences like these.
 
-    Among equals the later stage gets the layer, because the earlier ones keep more chunks in flight.
+    Among equals the later stage gets the layer, because the earlier ones keep more chunks in
+    flight.
+
+    Args:
+        profile: of the model and the device.
+        layout: says how many stages there are.
+        limits: bytes per stage.
+        lengths: (sequences,) tokens of the dataset's sequences.
 
     Raises:
-        InfeasibleError: a stage cannot hold even one layer, or all stages together cannot hold the model.
+        InfeasibleError: a stage cannot hold even one layer, or all stages together cannot hold the
+            model.
     """
+    counts = [1] * layout.num_stages
+    logits = logits_tokens(profile.model.vocabulary_size)
+    costs = CostModel(profile, layout, make_stages(counts), logits)
+    layer_s = _layer_s(costs, lengths)
+    others_s = _others_s(costs)
+    room = [_most_layers(costs, stage, limit) for stage, limit in enumerate(limits)]
     num_layers = profile.model.num_layers
-    layer, ends = _seconds_per_token(profile, num_stages, lengths)
-    room = [_most_layers(profile, stage, num_stages, limit) for stage, limit in enumerate(limits)]
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        open_stages = [stage for stage in range(num_stages) if counts[stage] < room[stage]]
+    for _ in range(num_layers - layout.num_stages):
+        open_stages = [stage for stage, most in enumerate(room) if counts[stage] < most]
         if not open_stages:
             raise InfeasibleError(
-                f"{num_layers} layers of {profile.model.name} do not fit into {num_stages} stages of "
-                f"{show_bytes(min(limits))}: parameters, gradients and optimizer state leave room for {sum(room)}; "
-                "raise --stages or --memory"
+                f"{num_layers} layers of {profile.model.name} do not fit into {layout.num_stages} "
+                f"stages of {show_bytes(min(limits))}: parameters, gradients and optimizer state "
+                f"leave room for {sum(room)}; raise --stages or --memory"
             )
         chosen = min(
-            open_stages, key=lambda stage: ((counts[stage] + 1) * layer + ends[stage], -stage)
+            open_stages, key=lambda stage: ((counts[stage] + 1) * layer_s + others_s[stage], -stage)
         )
         counts[chosen] += 1
-    return make_stages(counts)
+    return costs.with_stages(make_stages(counts))
 
 
 def make_stages(counts: SequenceOf[int]) -> tuple[Stage, ...]:
@@ -51,46 +63,47 @@ def make_stages(counts: SequenceOf[int]) -> tuple[Stage, ...]:
     firsts = np.cumsum([0, *counts]).tolist()
     last = len(counts) - 1
     return tuple(
-        Stage(first_layer=firsts[s], num_layers=n, embedding=s == 0, head=s == last)
-        for s, n in enumerate(counts)
+        Stage(first_layer=firsts[stage], num_layers=count, embedding=stage == 0, head=stage == last)
+        for stage, count in enumerate(counts)
     )
 
 
-def _seconds_per_token(
-    profile: Profile, num_stages: int, lengths: Ints
-) -> tuple[float, list[float]]:
-    """Return the seconds of F and B of one layer, and of what each stage has besides layers."""
-    times = profile.times
-    tokens = np.array([_TYPICAL_TOKENS])
+def _layer_s(costs: CostModel, lengths: Ints) -> float:
+    """Return the seconds of F and B of one layer, for a chunk of sequences like these."""
+    num_tokens = max(1, lengths.sum())
     # Float: the squares of many long sequences together would not fit into 64 bits.
-    mean_pairs = float((lengths * (lengths + 1.0) / 2).sum() / max(1, lengths.sum()))
-    mean_slices = float(len(lengths) / max(1, lengths.sum()))
-    pairs, slices = (
-        np.array([round(_TYPICAL_TOKENS * mean)]) for mean in (mean_pairs, mean_slices)
-    )
-    layer = sum(
-        float(layer_seconds(t, tokens, pairs, slices)[0])
-        for t in (times.layer_forward, times.layer_backward)
-    )
-    ends = [0.0] * num_stages
-    ends[0] += _curve_at(times.embedding_forward) + _curve_at(times.embedding_backward)
-    ends[-1] += _curve_at(times.head_forward) + _curve_at(times.head_backward)
-    return layer, ends
+    pairs_per_token = float((lengths * (lengths + 1.0) / 2).sum() / num_tokens)
+    slices_per_token = float(len(lengths) / num_tokens)
+    pairs = round(_TYPICAL_TOKENS * pairs_per_token)
+    slices = round(_TYPICAL_TOKENS * slices_per_token)
+    return costs.layer_s(_TYPICAL_TOKENS, pairs, slices)
 
 
-def _curve_at(curve: Curve) -> float:
-    return float(curve_seconds(curve, np.array([_TYPICAL_TOKENS]))[0])
+def _others_s(costs: CostModel) -> list[float]:
+    """Return the seconds of F and B of what each stage has besides layers."""
+    embedding_s, head_s = costs.ends_s(_TYPICAL_TOKENS)
+    seconds = [0.0] * len(costs.stages)
+    seconds[0] += embedding_s
+    seconds[-1] += head_s
+    return seconds
 
 
-def _most_layers(profile: Profile, stage: int, num_stages: int, limit: int) -> int:
-    """Return how many layers' parameters, gradients and optimizer state a stage can hold."""
-    one = make_stages([1] * num_stages)[stage]
-    least = static_bytes(profile, one)
+def _most_layers(costs: CostModel, stage_index: int, limit: int) -> int:
+    """Return how many layers' parameters, gradients and optimizer state a stage can hold.
+
+    Args:
+        costs: of stages of one layer each.
+        stage_index: of the stage.
+        limit: its bytes.
+    """
+    stage = costs.stages[stage_index]
+    least = costs.static_bytes(stage_index)
     if least > limit:
+        embedding = " and the embedding" if stage.embedding else ""
+        head = " and the head" if stage.head else ""
         raise InfeasibleError(
-            f"stage {stage} needs {show_bytes(least)} for the parameters, gradients and optimizer state of one layer"
-            f"{' and the embedding' * one.embedding}{' and the head' * one.head}, but its limit is "
+            f"stage {stage_index} needs {show_bytes(least)} for the parameters, gradients and "
+            f"optimizer state of one layer{embedding}{head}, but its limit is "
             f"{show_bytes(limit)}; raise --memory"
         )
-    per_layer = profile.bytes.static_per_parameter * profile.model.layer_parameters
-    return 1 + int((limit - least) // per_layer)
+    return 1 + int((limit - least) // costs.static_bytes_per_layer)

@@ -16,8 +16,10 @@ import highspy
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
+from infinipipe.costs import StageMemory
 from infinipipe.highs import QuietHighs
-from infinipipe.planner.passes.recompute import StageMemory, fit_recompute
+from infinipipe.ir import Direction
+from infinipipe.planner.passes.recompute import SPARE_BYTES, fit_recompute
 from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
 
 _MOST_CELLS, _MOST_ENTRIES = 2500, 50_000
@@ -39,8 +41,6 @@ _UNITS = 1000.0
 """Makespan of the given schedule in the programs' unit of time."""
 _CLOSE = 1e-6
 """Relative tolerance of the solvers; nobody looks for less."""
-_SPARE_BYTES = 1.0
-"""Left free because sums of large floats in another order may differ in their last digits."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,22 @@ class Solved:
     """Makespan over the proved bound of this order, less 1; None without a bound."""
 
 
-def polish(schedule: Schedule) -> tuple[Schedule, Solved | None]:
-    """Return the same chunks and programs with better recompute counts, or the schedule itself if none are found.
+def polish(
+    schedule: Schedule,
+    *,
+    most_iterations: int = _MOST_ITERATIONS,
+    most_nodes: int = _MOST_NODES,
+) -> tuple[Schedule, Solved | None]:
+    """Return the same chunks and programs with better recompute counts, or the schedule itself if
+    none are found.
 
     Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
+
+    Args:
+        schedule: whose counts are chosen.
+        most_iterations: of HiGHS, of which none may suffice.
+        most_nodes: of SCIP.
     """
-    return polish_within(schedule, _MOST_ITERATIONS, _MOST_NODES)
-
-
-def polish_within(
-    schedule: Schedule, most_iterations: int, most_nodes: int
-) -> tuple[Schedule, Solved | None]:
-    """Do what `polish` does with so many iterations of HiGHS and nodes of SCIP, of which none may suffice."""
     if not schedule.recompute.any():
         return schedule, None
     weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
@@ -101,7 +105,7 @@ def _faster(best: Schedule, found: Schedule | None) -> Schedule:
 
 def _prices(schedule: Schedule, weights: Floats) -> Floats:
     """Return (stages, chunks) seconds of the makespan per recomputed layer."""
-    return np.asarray(schedule.priced.costs.recompute_s * (weights + _LEAST_WEIGHT))
+    return np.asarray(schedule.chains.costs.recompute_s * (weights + _LEAST_WEIGHT))
 
 
 def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
@@ -123,19 +127,19 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
             return None
     if (found == schedule.recompute).all():
         return None
-    simulated = simulate_schedule(schedule.problem, schedule.priced, schedule.memories, found)
+    simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, found)
     return replace(schedule, recompute=found, timeline=simulated.timeline)
 
 
 def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Ints:
     """Recompute fewer layers where there is room, the dearest first."""
-    counts, limit_bytes = counts.copy(), limit - _SPARE_BYTES
-    first, last = _places(memory, 1), _places(memory, -1)
+    counts, limit_bytes = counts.copy(), limit - SPARE_BYTES
+    first, last = memory.program.forward_places, memory.program.backward_places
     slack = limit_bytes - memory.during(counts)
     for chunk in np.argsort(-prices, kind="stable").tolist():
-        if counts[chunk] == 0 or memory.saved[chunk] <= 0:
+        if counts[chunk] == 0 or memory.freed_per_layer_bytes[chunk] <= 0:
             continue
-        room = slack[first[chunk] : last[chunk] + 1].min() // memory.saved[chunk]
+        room = slack[first[chunk] : last[chunk] + 1].min() // memory.freed_per_layer_bytes[chunk]
         layers = int(min(counts[chunk], room))
         if layers > 0:
             counts[chunk] -= layers
@@ -145,12 +149,6 @@ def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Int
             else:
                 counts[chunk] += layers
     return counts
-
-
-def _places(memory: StageMemory, direction: int) -> Ints:
-    """Return where in the program each chunk's F (1) or B (-1) stands."""
-    places = np.flatnonzero(memory.directions == direction)
-    return np.asarray(places[np.argsort(memory.chunks[places])])
 
 
 def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
@@ -193,17 +191,18 @@ def _groups(shape: tuple[int, ...]) -> list[Bools]:
 
 def _critical(schedule: Schedule) -> Bools:
     """Return (stages, chunks) whose B lie on a longest path through the timeline."""
-    memories, transfer = schedule.memories, schedule.priced.costs.transfer_s.tolist()
+    memories, transfer = schedule.memories, schedule.chains.costs.transfer_s.tolist()
     ends = [end.tolist() for end in schedule.timeline.end_s]
-    programs = [list(zip(m.directions.tolist(), m.chunks.tolist(), strict=True)) for m in memories]
-    places = {
-        direction: [_places(memory, direction).tolist() for memory in memories]
-        for direction in (1, -1)
+    travels = [memory.program.travels.tolist() for memory in memories]
+    chunks = [memory.program.chunks.tolist() for memory in memories]
+    places: dict[int, list[list[int]]] = {
+        Direction.DOWN: [memory.program.forward_places.tolist() for memory in memories],
+        Direction.UP: [memory.program.backward_places.tolist() for memory in memories],
     }
     critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
     stage, place = max(range(len(ends)), key=lambda s: ends[s][-1]), len(ends[0]) - 1
     while place >= 0:
-        direction, chunk = programs[stage][place]
+        direction, chunk = travels[stage][place], chunks[stage][place]
         if direction < 0:
             critical[stage, chunk] = True
         sender = stage - direction
@@ -234,7 +233,7 @@ class _Program:
 
 def _formulate(schedule: Schedule) -> _Program:
     """Write down the program of an order; of the simulator's rules for transfers it keeps only how long they take."""
-    memories, costs, unit_s = schedule.memories, schedule.priced.costs, schedule.makespan_s / _UNITS
+    memories, costs, unit_s = schedule.memories, schedule.chains.costs, schedule.makespan_s / _UNITS
     num_stages, num_chunks = schedule.recompute.shape
     memory_rows = [
         (stage * num_chunks + chunks, saved, least)
@@ -251,9 +250,9 @@ def _formulate(schedule: Schedule) -> _Program:
     # One row a pair of ops: after - before - recompute * count >= lasting + transfer.
     before, after, transfer_s = _precedence(schedule)
     cells = np.concatenate(
-        [stage * num_chunks + memory.chunks for stage, memory in enumerate(memories)]
+        [stage * num_chunks + memory.program.chunks for stage, memory in enumerate(memories)]
     )[before]
-    forward = np.concatenate([memory.directions > 0 for memory in memories])[before]
+    forward = np.concatenate([memory.program.is_forward for memory in memories])[before]
     lasting_s = np.where(forward, costs.forward_s.ravel()[cells], costs.backward_s.ravel()[cells])
     slope = np.where(
         forward | ~counted[cells], 0.0, -costs.recompute_s[cells % num_chunks] / unit_s
@@ -288,15 +287,14 @@ def _formulate(schedule: Schedule) -> _Program:
 
 def _precedence(schedule: Schedule) -> tuple[Ints, Ints, Floats]:
     """Return pairs of ops, counted stage by stage, and the seconds between them; the end comes after all ops."""
-    memories, transfer_s = schedule.memories, schedule.priced.costs.transfer_s
+    memories, transfer_s = schedule.memories, schedule.chains.costs.transfer_s
     num_stages, num_ops = len(memories), 2 * len(transfer_s)
     before = [np.arange(num_stages * num_ops)]
     after = [np.where(before[0] % num_ops < num_ops - 1, before[0] + 1, num_stages * num_ops)]
-    for direction in (1, -1):
-        places = [
-            stage * num_ops + _places(memory, direction) for stage, memory in enumerate(memories)
-        ]
-        visited = np.concatenate(places[::direction])
+    forwards = [s * num_ops + m.program.forward_places for s, m in enumerate(memories)]
+    backwards = [s * num_ops + m.program.backward_places for s, m in enumerate(memories)]
+    for places in (forwards, backwards[::-1]):
+        visited = np.concatenate(places)
         before.append(visited[: -len(transfer_s)])
         after.append(visited[len(transfer_s) :])
     seconds = np.append(np.zeros(num_stages * num_ops), np.tile(transfer_s, 2 * (num_stages - 1)))
@@ -308,30 +306,43 @@ def _memory_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats
 
     What an op needs for a moment depends on its own chunk's count, and is convex in it: a row for each slope.
     """
-    backward, num_layers = memory.directions < 0, memory.num_layers
-    kept, first, last = memory.kept[memory.chunks], _places(memory, 1), _places(memory, -1)
+    backward, num_layers = memory.program.is_backward, memory.num_layers
+    kept, first, last = (
+        memory.activation_bytes[memory.program.chunks],
+        memory.program.forward_places,
+        memory.program.backward_places,
+    )
     missing = (
-        memory.fixed
+        memory.fixed_bytes
         + np.cumsum(np.where(backward, -kept, kept))
         + np.where(backward, kept, 0.0)
         - limit
     )
     moment = np.zeros((len(kept), num_layers + 1))
     moment[:, -1] = np.where(
-        backward, memory.saved[memory.chunks], memory.forward_excess[memory.chunks]
+        backward,
+        memory.freed_per_layer_bytes[memory.program.chunks],
+        memory.recompute_transient_bytes[memory.program.chunks],
     )
-    for op in np.flatnonzero(backward & (memory.gradients[memory.chunks] > 0)).tolist():
+    for op in np.flatnonzero(
+        backward & (memory.slot_gradient_bytes[memory.program.chunks] > 0)
+    ).tolist():
         moment[op] = [
-            memory.excess(int(memory.chunks[op]), count) for count in range(num_layers + 1)
+            memory.layers_transient(int(memory.program.chunks[op]), count)
+            for count in range(num_layers + 1)
         ]
     # After an F there is at least as much in flight. Where more is missing then, its own row adds next to nothing.
     needed = missing + moment[:, 0]
     covered = ~backward & (needed <= np.append(needed[1:], -np.inf))
     for op in np.flatnonzero(~covered & (missing + moment.max(axis=1) > 0)).tolist():
-        in_flight = np.flatnonzero((first <= op) & (last >= op) & (memory.saved > 0))
+        in_flight = np.flatnonzero(
+            (first <= op) & (last >= op) & (memory.freed_per_layer_bytes > 0)
+        )
         slopes = np.diff(moment[op])
-        for count in np.flatnonzero(np.diff(slopes, prepend=-np.inf) > _SPARE_BYTES).tolist():
-            saved = memory.saved[in_flight] - slopes[count] * (in_flight == memory.chunks[op])
+        for count in np.flatnonzero(np.diff(slopes, prepend=-np.inf) > SPARE_BYTES).tolist():
+            saved = memory.freed_per_layer_bytes[in_flight] - slopes[count] * (
+                in_flight == memory.program.chunks[op]
+            )
             least, largest = (
                 float(missing[op] + moment[op, count] - slopes[count] * count),
                 saved.max(initial=0.0),
@@ -365,7 +376,7 @@ def _relax(program: _Program, most_iterations: int) -> tuple[str, float, Floats,
         len(counted), -1
     )
     for stage, memory in enumerate(program.schedule.memories):
-        flow[stage] = through[stage][_places(memory, -1)]
+        flow[stage] = through[stage][memory.program.backward_places]
     return status, float(solver.getObjectiveValue()) * program.unit_s, counts, flow
 
 

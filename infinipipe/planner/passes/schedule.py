@@ -1,4 +1,4 @@
-"""A complete schedule of one replica: chunks, programs, recompute, and what the simulator says of them."""
+"""A complete schedule of one replica: chunks, programs, recompute, and what the simulator says."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinipipe.aliases import Floats, Ints
-from infinipipe.costs.cost import Costs, Loads, chunk_costs, chunk_loads, replay_memory
-from infinipipe.costs.simulate import Timeline, replay
+from infinipipe.aliases import Ints
+from infinipipe.costs import CostedChunks, PackedProgram, StageMemory, Timeline, simulate
 from infinipipe.ir import Replica, Search, StagePrediction
 from infinipipe.planner.passes.chunking import Chunks
-from infinipipe.planner.passes.order import backward_order, interleave, make_program
-from infinipipe.planner.passes.recompute import Shortage, StageMemory, fit_recompute, stage_memory
+from infinipipe.planner.passes.order import backward_order
+from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 from infinipipe.planner.problem import Problem
 
 
 @dataclass(frozen=True)
-class Priced:
-    """Chunks and what they cost on every stage."""
+class CostedChains:
+    """Chunks, chain by chain, and what they cost on every stage."""
 
     chunks: Chunks
-    loads: Loads
-    costs: Costs
+    costs: CostedChunks
 
     @property
-    def work_s(self) -> Floats:
-        """(stages,) seconds of F and B without recompute."""
-        return np.asarray((self.costs.forward_s + self.costs.backward_s).sum(axis=1))
+    def num_chunks(self) -> int:
+        """Chunks of all chains."""
+        return len(self.chunks.chunks)
 
 
 _BY_HAND = Search(winner="by hand")
@@ -40,7 +38,7 @@ class Schedule:
     """One replica's chunks, ordered and fitted."""
 
     problem: Problem
-    priced: Priced
+    chains: CostedChains
     memories: tuple[StageMemory, ...]
     """One per stage; they hold the programs."""
     recompute: Ints
@@ -54,143 +52,134 @@ class Schedule:
         return self.timeline.makespan_s
 
     @property
-    def leads(self) -> Ints:
-        """(stages, chunks) how many F come before each B."""
-        return np.array(
-            [np.flatnonzero(m.directions < 0) - np.arange(len(m.kept)) for m in self.memories]
-        )
+    def programs(self) -> list[PackedProgram]:
+        """One per stage."""
+        return [memory.program for memory in self.memories]
+
+    @property
+    def forwards_before(self) -> Ints:
+        """(stages, chunks) how many F come before each B, in the order of B."""
+        num_earlier = np.arange(self.chains.num_chunks)
+        rows = [np.flatnonzero(program.is_backward) - num_earlier for program in self.programs]
+        return np.array(rows)
 
     def won_by(self, winner: str) -> Schedule:
-        """Say what found it."""
+        """Say what made it."""
         return replace(self, search=Search(winner=winner))
 
 
+Result = Schedule | Shortage
+"""What planning comes to: a schedule, or which stage lacks how many bytes."""
+
 NOTHING = Shortage(0, math.inf, 0.0)
-"""Before anything is found."""
+"""Before anything has been tried: everything is better."""
 
 
-def price(problem: Problem, chunks: Chunks) -> Priced:
+def makespan_of(result: Result) -> float:
+    """Return the simulated seconds of a result, infinity if it is a shortage."""
+    return result.makespan_s if isinstance(result, Schedule) else math.inf
+
+
+def is_better(result: Result, incumbent: Result) -> bool:
+    """Return whether a schedule is faster, or a shortage smaller, than the best so far."""
+    match result, incumbent:
+        case Schedule(), Schedule():
+            return result.makespan_s < incumbent.makespan_s
+        case Shortage(), Shortage():
+            return result.missing < incumbent.missing
+        case _:
+            return isinstance(result, Schedule)
+
+
+def price_chains(problem: Problem, chunks: Chunks) -> CostedChains:
     """Price chunks on every stage."""
-    pipeline = problem.pipeline
-    loads = chunk_loads(chunks.chunks, problem.sequences)
-    return Priced(
-        chunks, loads, chunk_costs(pipeline.profile, pipeline.stages, loads, pipeline.logits_tokens)
-    )
+    return CostedChains(chunks, problem.pipeline.costs.price(chunks.chunks, problem.sequences))
 
 
-def order_memories(problem: Problem, priced: Priced, leads: Ints) -> tuple[StageMemory, ...]:
-    """Return every stage's program and its bytes, from how many F come before each B (`order.stage_leads`)."""
-    backwards = backward_order(priced.chunks)
+def order_memories(
+    problem: Problem, chains: CostedChains, forwards_before: Ints
+) -> tuple[StageMemory, ...]:
+    """Return every stage's program and its bytes.
+
+    Args:
+        problem: whose pipeline has the stages.
+        chains: what the stages run.
+        forwards_before: (stages, chunks) how many F come before each B.
+    """
+    costs = problem.pipeline.costs
+    backwards = backward_order(chains.chunks)
+    programs = [PackedProgram.interleave(row, backwards) for row in forwards_before]
     return tuple(
-        stage_memory(
-            problem.pipeline,
-            s,
-            problem.sequences,
-            priced.loads,
-            priced.costs,
-            *interleave(lead, backwards),
-        )
-        for s, lead in enumerate(leads)
+        costs.memory(stage, chains.costs, program) for stage, program in enumerate(programs)
     )
 
 
 def fit_schedule(
-    problem: Problem, priced: Priced, memories: SequenceOf[StageMemory]
-) -> Schedule | Shortage:
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
+) -> Result:
     """Choose recompute counts for given programs and simulate them."""
+    limits = problem.pipeline.limits
     rows = []
-    for stage, (memory, limit) in enumerate(zip(memories, problem.pipeline.limits, strict=True)):
-        counts = fit_recompute(memory, priced.costs.recompute_s, limit)
+    for stage, memory in enumerate(memories):
+        counts = fit_recompute(memory, chains.costs.recompute_s, limits[stage])
         if isinstance(counts, float):
-            return Shortage(stage, counts, limit)
+            return Shortage(stage, counts, limits[stage])
         rows.append(counts)
-    return simulate_schedule(problem, priced, memories, np.array(rows, dtype=np.int64))
-
-
-UNIFORM_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Parts of a stage's layers that are tried as the one recompute count of all its chunks."""
-
-
-def uniform_counts(problem: Problem, priced: Priced, part: float) -> Ints:
-    """Return counts that recompute a part of a stage's layers, the same for every chunk."""
-    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
-    return np.repeat(np.ceil(part * layers).astype(np.int64), len(priced.chunks.chunks), axis=1)
-
-
-def uniform_schedule(
-    problem: Problem, priced: Priced, memories: SequenceOf[StageMemory]
-) -> Schedule | Shortage:
-    """Recompute the least part of the layers that fits, the same for every chunk, and simulate it."""
-    found: Schedule | Shortage = NOTHING
-    for part in UNIFORM_PARTS:
-        found = fixed_schedule(problem, priced, memories, uniform_counts(problem, priced, part))
-        if isinstance(found, Schedule):
-            break
-    return found
+    return simulate_schedule(problem, chains, memories, np.array(rows, dtype=np.int64))
 
 
 def fixed_schedule(
-    problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints
-) -> Schedule | Shortage:
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
+) -> Result:
     """Simulate given programs with given recompute counts, if they fit."""
-    shortages = [
-        Shortage(stage, most, limit)
-        for stage, (memory, limit) in enumerate(zip(memories, problem.pipeline.limits, strict=True))
-        if (most := float(memory.during(recompute[stage]).max())) > limit
-    ]
+    shortages = []
+    for stage, memory in enumerate(memories):
+        limit = problem.pipeline.limits[stage]
+        most = float(memory.during(recompute[stage]).max())
+        if most > limit:
+            shortages.append(Shortage(stage, most, limit))
     if shortages:
         return max(shortages, key=lambda shortage: shortage.missing)
-    return simulate_schedule(problem, priced, memories, recompute)
-
-
-def least_seconds(priced: Priced, recompute: Ints | None = None) -> float:
-    """Return what chunks in this order cannot undercut, for much less than it takes to simulate them.
-
-    A stage waits until the first chunk comes down, and when its last B has ended that one goes all the way up.
-    """
-    costs, backwards = priced.costs, backward_order(priced.chunks)
-    first, last = 0, int(backwards[-1])
-    down = np.concatenate([[0.0], np.cumsum(costs.forward_s[:-1, first] + costs.transfer_s[first])])
-    up = np.concatenate([[0.0], np.cumsum(costs.backward_s[:-1, last] + costs.transfer_s[last])])
-    work = priced.work_s
-    if recompute is not None:
-        work = work + recompute @ costs.recompute_s
-    return float((down + work + up).max())
-
-
-def is_better(found: Schedule | Shortage, best: Schedule | Shortage) -> bool:
-    """Return whether a schedule is faster, or a shortage smaller, than the best so far."""
-    match found, best:
-        case Schedule(), Schedule():
-            return found.makespan_s < best.makespan_s
-        case Shortage(), Shortage():
-            return found.missing < best.missing
-        case _:
-            return isinstance(found, Schedule)
+    return simulate_schedule(problem, chains, memories, recompute)
 
 
 def simulate_schedule(
-    problem: Problem, priced: Priced, memories: SequenceOf[StageMemory], recompute: Ints
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
 ) -> Schedule:
     """Simulate given programs with given recompute counts."""
-    costs, seconds = priced.costs, []
-    for stage, memory in enumerate(memories):
-        forward, backward = (
-            costs.forward_s[stage],
-            costs.backward_s[stage] + recompute[stage] * costs.recompute_s,
-        )
-        seconds.append(
-            np.where(
-                memory.directions > 0, forward[memory.chunks], backward[memory.chunks]
-            ).tolist()
-        )
-    timeline = replay(
-        [memory.directions.tolist() for memory in memories],
-        [memory.chunks.tolist() for memory in memories],
-        seconds,
-        costs.transfer_s.tolist(),
-    )
-    return Schedule(problem, priced, tuple(memories), recompute, timeline)
+    programs = [memory.program for memory in memories]
+    seconds = [
+        problem.pipeline.costs.op_seconds(stage, chains.costs, program, recompute[stage])
+        for stage, program in enumerate(programs)
+    ]
+    timeline = simulate(programs, seconds, chains.costs.transfer_s)
+    return Schedule(problem, chains, tuple(memories), recompute, timeline)
+
+
+def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
+    """Return what chunks in this order cannot undercut, for much less than it takes to simulate.
+
+    A stage waits until the first chunk comes down, and when its last B has ended that one goes all
+    the way up.
+    """
+    costs = chains.costs
+    first = 0
+    last = int(backward_order(chains.chunks)[-1])
+    down_s = costs.forward_s[:-1, first] + costs.transfer_s[first]
+    up_s = costs.backward_s[:-1, last] + costs.transfer_s[last]
+    work_s = costs.work_s
+    if recompute is not None:
+        work_s = work_s + recompute @ costs.recompute_s
+    waits_s = np.concatenate([[0.0], np.cumsum(down_s)])
+    drains_s = np.concatenate([[0.0], np.cumsum(up_s)])
+    return float((waits_s + work_s + drains_s).max())
+
+
+def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
+    """Return whether chunks in this order are no faster than the incumbent, whatever is simulated."""
+    if not isinstance(incumbent, Schedule):
+        return False
+    return quick_bound_s(chains, recompute) >= incumbent.makespan_s
 
 
 def empty_replica(num_stages: int, makespan_s: float) -> Replica:
@@ -205,35 +194,23 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
 
 
 def make_replica(schedule: Schedule) -> Replica:
-    """Turn a schedule into the IR; its peaks come from the cost model's own replay of the programs."""
-    programs = [make_program(m.directions.tolist(), m.chunks.tolist()) for m in schedule.memories]
-    recompute = [tuple(row.tolist()) for row in schedule.recompute]
-    predicted = []
-    for stage, program in enumerate(programs):
-        busy = schedule.timeline.busy_s(stage)
-        pipeline, priced = schedule.problem.pipeline, schedule.priced
-        trace = replay_memory(
-            pipeline.profile,
-            pipeline.stages,
-            stage,
-            schedule.problem.sequences,
-            priced.loads,
-            priced.costs,
-            program,
-            recompute[stage],
-        )
-        predicted.append(
-            StagePrediction(
-                busy_s=busy,
-                recompute_s=float(schedule.recompute[stage] @ priced.costs.recompute_s),
-                bubble_s=max(0.0, schedule.makespan_s - busy),
-                peak_bytes=round(trace.during.max()),
-            )
-        )
+    """Turn a schedule into the IR."""
+    stages = range(len(schedule.memories))
     return Replica(
-        chunks=schedule.priced.chunks.chunks,
-        recompute=tuple(recompute),
-        programs=tuple(programs),
-        predicted=tuple(predicted),
+        chunks=schedule.chains.chunks.chunks,
+        recompute=tuple(tuple(row.tolist()) for row in schedule.recompute),
+        programs=tuple(program.unpack() for program in schedule.programs),
+        predicted=tuple(_predict_stage(schedule, stage) for stage in stages),
         search=schedule.search,
+    )
+
+
+def _predict_stage(schedule: Schedule, stage: int) -> StagePrediction:
+    recompute = schedule.recompute[stage]
+    busy_s = schedule.timeline.busy_s(stage)
+    return StagePrediction(
+        busy_s=busy_s,
+        recompute_s=float(recompute @ schedule.chains.costs.recompute_s),
+        bubble_s=max(0.0, schedule.makespan_s - busy_s),
+        peak_bytes=round(schedule.memories[stage].during(recompute).max()),
     )

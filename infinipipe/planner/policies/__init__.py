@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from infinipipe.planner.passes.recompute import Shortage
-from infinipipe.planner.passes.schedule import Schedule
+from infinipipe.planner.passes.schedule import Result
 from infinipipe.planner.policies import baselines
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Problem
 
-Policy = Callable[[Problem], Schedule | Shortage]
-"""Plans a problem with at least one member; a shortage names the stage that came closest to its limit."""
+__all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]
+
+Policy = Callable[[Problem], Result]
+"""Plans a problem with at least one member; a shortage names the stage that came closest to its
+limit. All but `epp` also take an incumbent, and return it where they find nothing better."""
 
 POLICIES: dict[str, Policy] = {
     "epp": plan_epp,

@@ -17,30 +17,30 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs.sizes import most_chunk_tokens
+from infinipipe.costs import Work
 from infinipipe.ir import Chunk
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.order import Window, flush_leads, stage_leads
-from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import (
     NOTHING,
-    UNIFORM_PARTS,
-    Priced,
+    CostedChains,
+    Result,
     Schedule,
+    cannot_beat,
     fixed_schedule,
     is_better,
-    least_seconds,
     order_memories,
-    price,
-    uniform_counts,
+    price_chains,
 )
-from infinipipe.planner.problem import Problem, Work, average_work
+from infinipipe.planner.problem import Problem
 
 TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
 """Work as systems count it that balance tokens."""
 
 _WINDOWS: tuple[Window, ...] = ("adaptive", "uniform")
 _MOST_PARTS = 1024
+_UNIFORM_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Parts of a stage's layers that are tried as the one recompute count of all its chunks."""
 _STEP = math.sqrt(2)
 
 
@@ -48,46 +48,44 @@ class _Setting(NamedTuple):
     """Chunks, leads, and what may be recomputed, from the least to the most."""
 
     name: str
-    priced: Priced
+    priced: CostedChains
     leads: Ints
     choices: list[tuple[str, Ints]]
 
 
-def plan_gpipe(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+def plan_gpipe(problem: Problem, best: Result = NOTHING) -> Result:
     """GPipe (Huang et al. 2019): whole sequences packed by tokens; all F, then all B, in as many rounds as needed."""
     return _best(problem, "gpipe", _flushed(problem, _packed(problem)), best)
 
 
-def plan_1f1b(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+def plan_1f1b(problem: Problem, best: Result = NOTHING) -> Result:
     """1F1B as in DAPPLE (Fan et al. 2020): whole sequences packed by tokens, F and B alternate."""
     return _best(problem, "1f1b", _windowed(problem, _packed(problem)), best)
 
 
-def plan_terapipe(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+def plan_terapipe(problem: Problem, best: Result = NOTHING) -> Result:
     """TeraPipe (Li et al. 2021): slices of equal time, which is what its dynamic program finds; all F, then all B."""
-    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
+    work = problem.pipeline.costs.work
     return _best(problem, "terapipe", _flushed(problem, _cuts(problem, work)), best)
 
 
-def plan_seq1f1b(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+def plan_seq1f1b(problem: Problem, best: Result = NOTHING) -> Result:
     """Seq1F1B (Ao et al. 2024): packed micro-batches of k slices of equal length, last in first out."""
     return _best(problem, "seq1f1b", _windowed(problem, _sliced_micro_batches(problem)), best)
 
 
-def plan_chunkflow(problem: Problem, best: Schedule | Shortage = NOTHING) -> Schedule | Shortage:
+def plan_chunkflow(problem: Problem, best: Result = NOTHING) -> Result:
     """ChunkFlow (Yuan et al. 2025): chunks of one size; only the last K of a sequence keep their activations."""
     return _best(problem, "chunkflow", _chunkflow(problem), best)
 
 
-def _best(
-    problem: Problem, policy: str, settings: Iterable[_Setting], best: Schedule | Shortage
-) -> Schedule | Shortage:
+def _best(problem: Problem, policy: str, settings: Iterable[_Setting], best: Result) -> Result:
     for name, priced, leads, choices in settings:
-        if _hopeless(best, priced):
+        if cannot_beat(best, priced):
             continue
         memories = order_memories(problem, priced, leads)
         for recomputed, counts in choices:
-            if _hopeless(best, priced, counts):
+            if cannot_beat(best, priced, counts):
                 break
             found = fixed_schedule(problem, priced, memories, counts)
             if is_better(found, best):
@@ -101,13 +99,9 @@ def _best(
     return best
 
 
-def _hopeless(best: Schedule | Shortage, priced: Priced, counts: Ints | None = None) -> bool:
-    return isinstance(best, Schedule) and least_seconds(priced, counts) >= best.makespan_s
-
-
-def _packed(problem: Problem) -> Iterator[tuple[str, Priced]]:
+def _packed(problem: Problem) -> Iterator[tuple[str, CostedChains]]:
     """Yield packs of whole sequences, none of more tokens than a micro-batch or its even share has, if that is more."""
-    context, most = _context_tokens(problem), most_chunk_tokens(problem.pipeline)
+    context, most = _context_tokens(problem), problem.pipeline.costs.max_chunk_tokens
     if problem.lengths.max() > most:
         return iter(())
     return _distinct(
@@ -118,13 +112,15 @@ def _packed(problem: Problem) -> Iterator[tuple[str, Priced]]:
     )
 
 
-def _cuts(problem: Problem, work: Work) -> Iterator[tuple[str, Priced]]:
-    most = most_chunk_tokens(problem.pipeline)
+def _cuts(problem: Problem, work: Work) -> Iterator[tuple[str, CostedChains]]:
+    most = problem.pipeline.costs.max_chunk_tokens
     total, tokens = float(work.whole(problem.lengths).sum()), int(problem.lengths.sum())
     return _distinct(problem, lambda size: cut_chunks(problem, work, size * total / tokens, most))
 
 
-def _distinct(problem: Problem, cut: Callable[[float], Chunks]) -> Iterator[tuple[str, Priced]]:
+def _distinct(
+    problem: Problem, cut: Callable[[float], Chunks]
+) -> Iterator[tuple[str, CostedChains]]:
     """Yield a name and priced chunks for ever smaller sizes in tokens, each once."""
     tokens = int(problem.lengths.sum())
     seen: set[Chunks] = set()
@@ -133,33 +129,33 @@ def _distinct(problem: Problem, cut: Callable[[float], Chunks]) -> Iterator[tupl
         chunks = cut(size)
         if chunks not in seen:
             seen.add(chunks)
-            yield f"chunks of {size:.0f} tokens", price(problem, chunks)
+            yield f"chunks of {size:.0f} tokens", price_chains(problem, chunks)
 
 
-def _sliced_micro_batches(problem: Problem) -> Iterator[tuple[str, Priced]]:
+def _sliced_micro_batches(problem: Problem) -> Iterator[tuple[str, CostedChains]]:
     """Yield micro-batches of the context's tokens, cut into ever more slices."""
-    context, most = _context_tokens(problem), most_chunk_tokens(problem.pipeline)
+    context, most = _context_tokens(problem), problem.pipeline.costs.max_chunk_tokens
     seen: set[Chunks] = set()
     for power in range(1 + math.ceil(math.log(min(context, _MOST_PARTS), _STEP))):
         count = round(_STEP**power)
         chunks = _micro_batches(cut_chunks(problem, TOKENS, context / count, most), count)
         if chunks not in seen:
             seen.add(chunks)
-            yield f"{count} slices of a micro-batch", price(problem, chunks)
+            yield f"{count} slices of a micro-batch", price_chains(problem, chunks)
 
 
 def _context_tokens(problem: Problem) -> int:
     return max(problem.pipeline.context_tokens, int(problem.lengths.max()))
 
 
-def _windowed(problem: Problem, cuts: Iterable[tuple[str, Priced]]) -> Iterator[_Setting]:
+def _windowed(problem: Problem, cuts: Iterable[tuple[str, CostedChains]]) -> Iterator[_Setting]:
     num_stages = problem.pipeline.num_stages
     for name, priced in cuts:
         leads = stage_leads(priced.chunks, num_stages, "uniform", num_stages)
         yield _Setting(name, priced, leads, _static_counts(problem, priced))
 
 
-def _flushed(problem: Problem, cuts: Iterable[tuple[str, Priced]]) -> Iterator[_Setting]:
+def _flushed(problem: Problem, cuts: Iterable[tuple[str, CostedChains]]) -> Iterator[_Setting]:
     """All F before all B, in rounds of equally many chunks."""
     for name, priced in cuts:
         rounds = 1
@@ -202,9 +198,12 @@ def _micro_batches(chunks: Chunks, count: int) -> Chunks:
     return Chunks(tuple(chunk for batch in batches for chunk in batch), tuple(map(len, batches)))
 
 
-def _static_counts(problem: Problem, priced: Priced) -> list[tuple[str, Ints]]:
+def _static_counts(problem: Problem, priced: CostedChains) -> list[tuple[str, Ints]]:
     """Return one count for all chunks, from no layer to all of a stage's."""
-    return [
-        (f"{part:.0%} of layers recomputed", uniform_counts(problem, priced, part))
-        for part in UNIFORM_PARTS
-    ]
+    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
+    choices = []
+    for part in _UNIFORM_PARTS:
+        counts = np.ceil(part * layers).astype(np.int64)
+        everywhere = np.repeat(counts, priced.num_chunks, axis=1)
+        choices.append((f"{part:.0%} of layers recomputed", everywhere))
+    return choices

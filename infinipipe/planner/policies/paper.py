@@ -22,19 +22,20 @@ from itertools import pairwise
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs.sizes import most_chunk_tokens
+from infinipipe.costs import StageMemory, Work
 from infinipipe.ir import Chunk, Search, Slice
 from infinipipe.planner.passes.chunking import Bin, Chunks, join_chunks
 from infinipipe.planner.passes.order import join_leads, stage_leads
-from infinipipe.planner.passes.recompute import Shortage, StageMemory
+from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import (
     NOTHING,
+    Result,
     Schedule,
     fixed_schedule,
     is_better,
-    least_seconds,
     order_memories,
-    price,
+    price_chains,
+    quick_bound_s,
     simulate_schedule,
 )
 from infinipipe.planner.policies.tied_recompute import (
@@ -42,7 +43,7 @@ from infinipipe.planner.policies.tied_recompute import (
     solve_diagonals,
     sweep_diagonals,
 )
-from infinipipe.planner.problem import Problem, Work, average_work
+from infinipipe.planner.problem import Problem
 
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -63,22 +64,20 @@ class _Group:
     """What recompute adds to the pipeline."""
 
 
-def plan_paper(
-    problem: Problem, best: Schedule | Shortage = NOTHING, *, grouping: bool = True
-) -> Schedule | Shortage:
+def plan_paper(problem: Problem, best: Result = NOTHING, *, grouping: bool = True) -> Result:
     """Return the paper's schedule for the best slice number, or the best known already if that is better.
 
     Without `grouping` there is one pipeline for all chains, which shows what it is worth.
     """
     known = best.makespan_s if isinstance(best, Schedule) else math.inf
-    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
-    own: Schedule | Shortage = NOTHING
+    work = problem.pipeline.costs.work
+    own: Result = NOTHING
     own_groups: list[_Group] = []
     for number in _SLICE_NUMBERS:
         if number > problem.lengths.max():
             break
         chains = make_chains(problem, work, number)
-        if least_seconds(price(problem, _join(chains))) >= min(known, _makespan_s(own)):
+        if quick_bound_s(price_chains(problem, _join(chains))) >= min(known, _makespan_s(own)):
             continue
         found, groups = _plan_chains(problem, chains, grouping)
         if is_better(found, own):
@@ -95,12 +94,12 @@ def plan_paper(
 
 def _plan_chains(
     problem: Problem, chains: list[Chain], grouping: bool
-) -> tuple[Schedule | Shortage, list[_Group]]:
+) -> tuple[Result, list[_Group]]:
     """Group chains and schedule the groups; if they do not fit together, leave room for what the next one receives."""
     pipeline, most = problem.pipeline, max(chunk.num_tokens for chain in chains for chunk in chain)
-    coming = math.ceil(most * pipeline.profile.bytes.activation_per_token)
+    coming = math.ceil(pipeline.costs.boundary_bytes(most))
     tighter = replace(pipeline, limits=tuple(limit - coming for limit in pipeline.limits))
-    found: Schedule | Shortage = NOTHING
+    found: Result = NOTHING
     for limits in (pipeline, tighter):
         within = replace(problem, pipeline=limits)
         groups = _group(within, chains) if grouping else _one_group(within, chains)
@@ -110,21 +109,21 @@ def _plan_chains(
     return found, [] if isinstance(groups, Shortage) else groups
 
 
-def _makespan_s(found: Schedule | Shortage) -> float:
+def _makespan_s(found: Result) -> float:
     return found.makespan_s if isinstance(found, Schedule) else math.inf
 
 
 def _least_makespan_s(schedule: Schedule) -> float:
     """Return what no recompute counts can undercut in this order."""
     none = np.zeros_like(schedule.recompute)
-    return simulate_schedule(schedule.problem, schedule.priced, schedule.memories, none).makespan_s
+    return simulate_schedule(schedule.problem, schedule.chains, schedule.memories, none).makespan_s
 
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
     """Algorithm 1, "workload-balanced sequence chunking": return chains, longest first."""
     sizes = {member: problem.sequences[member].length for member in problem.members}
     members = sorted(sizes, key=lambda member: (-sizes[member], member))
-    mesh = _mesh(work, sizes[members[0]], number, most_chunk_tokens(problem.pipeline))
+    mesh = _mesh(work, sizes[members[0]], number, problem.pipeline.costs.max_chunk_tokens)
     heads: list[list[Slice]] = []
     buckets: list[Bin] = []
     shorts: list[int] = []
@@ -187,7 +186,7 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
     whole = _make_group(problem, chains)
     if isinstance(whole, _Group) and whole.recompute_s == 0:
         return [whole]
-    priced = price(problem, _join(chains))
+    priced = price_chains(problem, _join(chains))
     mean_s = float((priced.costs.forward_s + priced.costs.backward_s).mean())
     delta = (problem.pipeline.num_stages - 1) * mean_s
     if isinstance(whole, _Group) and whole.recompute_s <= delta:
@@ -227,7 +226,7 @@ def _group_ends(chains: list[Chain]) -> list[int]:
 
 def _make_group(problem: Problem, chains: list[Chain]) -> _Group | Shortage:
     chunks = _join(chains)
-    priced = price(problem, chunks)
+    priced = price_chains(problem, chunks)
     leads = stage_leads(chunks, problem.pipeline.num_stages, "uniform", problem.pipeline.num_stages)
     memories = order_memories(problem, priced, leads)
     diagonals = sweep_diagonals(memories, problem.pipeline.limits)
@@ -265,9 +264,9 @@ def _polish(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Sc
     return replace(found if isinstance(found, Schedule) and faster else swept, search=search)
 
 
-def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Schedule | Shortage:
+def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Result:
     """Run the groups' pipelines one after the other, that of the longest chains first."""
-    priced = price(problem, join_chunks(group.chunks for group in groups))
+    priced = price_chains(problem, join_chunks(group.chunks for group in groups))
     num_stages = problem.pipeline.num_stages
     leads = join_leads(
         [stage_leads(group.chunks, num_stages, "uniform", num_stages) for group in groups]

@@ -11,7 +11,8 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.planner.passes.recompute import Shortage, StageMemory, fit_recompute
+from infinipipe.costs import StageMemory
+from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 
 _GAP = 0.02
 _MOST_NODES = 200
@@ -24,7 +25,7 @@ def sweep_diagonals(
     memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints | None = None
 ) -> Ints | Shortage:
     """Return c, raised stage by stage from a start (none) until all programs fit."""
-    num_stages, num_chunks = len(memories), len(memories[0].kept)
+    num_stages, num_chunks = len(memories), len(memories[0].activation_bytes)
     counts = (
         np.zeros(num_chunks + num_stages - 1, dtype=np.int64) if start is None else start.copy()
     )
@@ -72,7 +73,8 @@ def solve_diagonals(
         for in_flight, excess in rows:
             # In units of the excess, which keeps the numbers near one.
             terms = (
-                float(memory.saved[chunk] / excess) * columns[places[chunk]] for chunk in in_flight
+                float(memory.freed_per_layer_bytes[chunk] / excess) * columns[places[chunk]]
+                for chunk in in_flight
             )
             model.addCons(quicksum(terms) >= 1.0)
     model.setObjective(quicksum(columns), "minimize")
@@ -102,7 +104,7 @@ def diagonal_counts(memories: SequenceOf[StageMemory], diagonals: Ints) -> Ints:
 
 def diagonal_places(memory: StageMemory, num_stages: int, stage: int) -> Ints:
     """Return each chunk's diagonal on one stage."""
-    backwards = memory.chunks[memory.directions < 0]
+    backwards = memory.program.backward_chunks
     places = np.empty(len(backwards), dtype=np.int64)
     places[backwards] = np.arange(len(backwards)) + num_stages - 1 - stage
     return places
@@ -113,14 +115,14 @@ def _tight_rows(memory: StageMemory, limit: int) -> list[tuple[Ints, float]]:
 
     Before an F there is less in flight than in it, so only ops that no F follows matter.
     """
-    num_ops, num_chunks = len(memory.directions), len(memory.kept)
-    excess = memory.during(np.zeros(num_chunks, dtype=np.int64)) - limit + 1
-    followed = np.append(memory.directions[1:] > 0, False) & (memory.directions > 0)
-    first, last = np.empty(num_chunks, dtype=np.int64), np.empty(num_chunks, dtype=np.int64)
-    positions = np.arange(num_ops)
-    first[memory.chunks[memory.directions > 0]] = positions[memory.directions > 0]
-    last[memory.chunks[memory.directions < 0]] = positions[memory.directions < 0]
-    return [
-        (np.flatnonzero((first <= position) & (last >= position)), float(excess[position]))
-        for position in np.flatnonzero(~followed & (excess > 0)).tolist()
-    ]
+    program = memory.program
+    none = np.zeros(len(memory.activation_bytes), dtype=np.int64)
+    excess = memory.during(none) - limit + 1
+    next_is_forward = np.append(program.is_forward[1:], False)
+    followed = next_is_forward & program.is_forward
+    rows = []
+    for position in np.flatnonzero(~followed & (excess > 0)).tolist():
+        begun = program.forward_places <= position
+        not_ended = program.backward_places >= position
+        rows.append((np.flatnonzero(begun & not_ended), float(excess[position])))
+    return rows

@@ -1,0 +1,105 @@
+"""A stage's program as arrays: what planning and costing compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from infinipipe.aliases import Bools, Ints
+from infinipipe.ir import TRAITS, Direction, Op, OpKind
+
+KINDS = tuple(OpKind)
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+_TRAVELS = np.array([int(TRAITS[kind].travels) for kind in KINDS], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class PackedProgram:
+    """One stage's ops in order; arrays of shape (ops,)."""
+
+    kinds: Ints
+    """Each op's kind, as its place in `KINDS`."""
+    chunks: Ints
+
+    @classmethod
+    def pack(cls, program: SequenceOf[Op]) -> PackedProgram:
+        """Return the arrays of a program of the IR."""
+        kinds = [_CODES[op.kind] for op in program]
+        chunks = [op.chunk for op in program]
+        return cls(np.array(kinds, dtype=np.int64), np.array(chunks, dtype=np.int64))
+
+    @classmethod
+    def interleave(cls, forwards_before: Ints, backwards: Ints) -> PackedProgram:
+        """Return the program of F and B in which so many F come before each B.
+
+        Args:
+            forwards_before: (chunks,) F before each B, in the order of B; F run in the order of
+                the chunks.
+            backwards: (chunks,) the chunks in the order of B.
+        """
+        num_chunks = len(forwards_before)
+        places = forwards_before + np.arange(num_chunks)
+        kinds = np.full(2 * num_chunks, _CODES[OpKind.FORWARD], dtype=np.int64)
+        kinds[places] = _CODES[OpKind.BACKWARD]
+        chunks = np.empty(2 * num_chunks, dtype=np.int64)
+        chunks[places] = backwards
+        chunks[kinds == _CODES[OpKind.FORWARD]] = np.arange(num_chunks)
+        return cls(kinds, chunks)
+
+    def unpack(self) -> tuple[Op, ...]:
+        """Return the ops of the IR."""
+        pairs = zip(self.kinds.tolist(), self.chunks.tolist(), strict=True)
+        return tuple(Op(KINDS[kind], chunk) for kind, chunk in pairs)
+
+    @cached_property
+    def travels(self) -> Ints:
+        """Where each op's result goes, as a `Direction`."""
+        return _TRAVELS[self.kinds]
+
+    @cached_property
+    def is_forward(self) -> Bools:
+        """Which ops are F."""
+        return np.equal(self.travels, Direction.DOWN)
+
+    @cached_property
+    def is_backward(self) -> Bools:
+        """Which ops are B, or the I of a B in two parts."""
+        return np.equal(self.travels, Direction.UP)
+
+    def is_kind(self, kind: OpKind) -> Bools:
+        """Return which ops are of a kind."""
+        return np.equal(self.kinds, _CODES[kind])
+
+    @cached_property
+    def has_input_weight(self) -> bool:
+        """Whether any B is cut into I and W."""
+        return bool(self.is_kind(OpKind.BACKWARD_INPUT).any())
+
+    @cached_property
+    def forward_places(self) -> Ints:
+        """(chunks,) where each chunk's F stands."""
+        return self._places(self.is_forward)
+
+    @cached_property
+    def backward_places(self) -> Ints:
+        """(chunks,) where each chunk's B or I stands."""
+        return self._places(self.is_backward)
+
+    @property
+    def forward_chunks(self) -> Ints:
+        """(chunks,) the chunks in the order of F."""
+        return self.chunks[self.is_forward]
+
+    @property
+    def backward_chunks(self) -> Ints:
+        """(chunks,) the chunks in the order of B."""
+        return self.chunks[self.is_backward]
+
+    def _places(self, chosen: Bools) -> Ints:
+        found = np.flatnonzero(chosen)
+        places = np.empty(len(found), dtype=np.int64)
+        places[self.chunks[chosen]] = found
+        return places

@@ -1,0 +1,68 @@
+"""Work: how long a slice keeps an average stage busy, in a form that can be solved for its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from infinipipe.aliases import Floats, Ints
+from infinipipe.costs.times import mean_slope
+from infinipipe.profiles.profile import Profile
+
+# A profile whose times do not rise would make slices endless.
+_LEAST_S_PER_TOKEN = 1e-12
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of F and B on an average stage, straight in tokens, pairs and slices.
+
+    Chunks of one size differ from it by the same constant, so equal work is equal time.
+    """
+
+    s_per_token: float
+    s_per_pair: float
+    s_per_slice: float
+
+    def whole(self, lengths: Ints) -> Floats:
+        """Return the work of whole sequences."""
+        pairs = lengths * (lengths + 1) / 2
+        return np.asarray(self.s_per_token * lengths + self.s_per_pair * pairs + self.s_per_slice)
+
+    def between(self, start: int, stop: int) -> float:
+        """Return the work of one slice."""
+        length = stop - start
+        pairs = length * start + length * (length + 1) / 2
+        return self.s_per_token * length + self.s_per_pair * pairs + self.s_per_slice
+
+    def reach(self, start: int, work: float) -> float:
+        """Return where a slice from `start` ends that has so much work (PAPER.md, Algorithm 1)."""
+        room = max(0.0, work - self.s_per_slice)
+        if self.s_per_pair <= 0:
+            return start + room / self.s_per_token
+        rate = self.s_per_token + self.s_per_pair * (start + 0.5)
+        # The length x solves s_per_pair/2 * x**2 + rate * x = room. This form of the root loses
+        # no digits when pairs are cheap.
+        root = np.sqrt(rate * rate + 2 * self.s_per_pair * room)
+        return float(start + 2 * room / (rate + root))
+
+
+def average_work(profile: Profile, num_stages: int) -> Work:
+    """Return the work of a stage that holds its share of layers, embedding and head."""
+    times = profile.times
+    layers = (times.layer_forward, times.layer_backward)
+    ends = (
+        times.embedding_forward,
+        times.embedding_backward,
+        times.head_forward,
+        times.head_backward,
+    )
+    share = profile.model.num_layers / num_stages
+    s_per_token = share * sum(mean_slope(layer.curve) for layer in layers)
+    s_per_token += sum(map(mean_slope, ends)) / num_stages
+    return Work(
+        s_per_token=max(_LEAST_S_PER_TOKEN, s_per_token),
+        s_per_pair=max(0.0, share * sum(layer.s_per_pair for layer in layers)),
+        s_per_slice=max(0.0, share * sum(layer.s_per_slice for layer in layers)),
+    )

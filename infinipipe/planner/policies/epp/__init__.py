@@ -1,0 +1,63 @@
+"""The policy `epp`: search over chunks and orders for the best simulated makespan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from infinipipe.ir import Search
+from infinipipe.planner.passes.recompute_program import polish
+from infinipipe.planner.passes.schedule import Result, Schedule
+from infinipipe.planner.policies.baselines import (
+    plan_1f1b,
+    plan_chunkflow,
+    plan_gpipe,
+    plan_seq1f1b,
+    plan_terapipe,
+)
+from infinipipe.planner.policies.epp.candidates import SearchSpace
+from infinipipe.planner.policies.epp.longest_first import try_longest_first
+from infinipipe.planner.policies.epp.search import search_schedule
+from infinipipe.planner.policies.paper import plan_paper
+from infinipipe.planner.problem import Problem
+
+__all__ = ["SearchSpace", "plan_alone", "plan_epp", "polish_result"]
+
+_RIVALS = (plan_paper, plan_chunkflow, plan_seq1f1b, plan_terapipe, plan_1f1b, plan_gpipe)
+"""Those whose schedules compete, the ones that come close first: what cannot beat the incumbent is
+not simulated."""
+
+
+def plan_epp(problem: Problem) -> Result:
+    """Return the best schedule found for a replica's sequences.
+
+    All other policies compete, so none of them is ever better.
+    """
+    best = plan_alone(problem, SearchSpace())
+    for rival in _RIVALS:
+        result = rival(problem, best)
+        if result is not best:
+            best = polish_result(result)
+    return best
+
+
+def plan_alone(problem: Problem, space: SearchSpace) -> Result:
+    """Return the best schedule that the search itself finds."""
+    best = search_schedule(problem, space)
+    best = try_longest_first(problem, space, best)
+    return polish_result(best)
+
+
+def polish_result(result: Result) -> Result:
+    """Choose recompute counts for the makespan, now that the order is chosen."""
+    if not isinstance(result, Schedule):
+        return result
+    polished, solved = polish(result)
+    if solved is None:
+        return polished
+    search = Search(
+        winner=result.search.winner,
+        solver=solved.solver,
+        status=solved.status,
+        gap=solved.gap,
+    )
+    return replace(polished, search=search)

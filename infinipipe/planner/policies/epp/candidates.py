@@ -1,0 +1,123 @@
+"""What `epp` may choose, and which choices stand next to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from infinipipe.planner.passes.chunking import NO_GRADES, Grades, geometric_grades, linear_grades
+from infinipipe.planner.passes.in_flight import Warmup
+
+RampName = Literal["geometric", "linear", "no"]
+RAMPS: dict[RampName, Callable[[int], Grades]] = {
+    "geometric": geometric_grades,
+    "linear": linear_grades,
+    "no": lambda num_stages: NO_GRADES,
+}
+"""By name, the ramp for a number of stages."""
+
+ONE_CHAIN = Warmup(per_stage=0.0, burst=1_000_000)
+"""One chain at a time, which no burst cuts short: the least that can be in flight."""
+
+_WARMUPS = (Warmup(2.0, 2), Warmup(2.0, 1), Warmup(1.5, 1), Warmup(1.0, 1))
+"""From two F ahead of each next stage, which hides waits for long chunks, to plain 1F1B."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What may be chosen, the first of each to begin with."""
+
+    attentions: tuple[float, ...] = (0.5, 1.0, 0.0)
+    """How much of the attention's time counts when chunks are cut: all for equal work, none for
+    equal tokens."""
+    evens: tuple[bool, ...] = (False, True)
+    """Whether a long sequence is cut evenly by itself, or by the mesh of all."""
+    ramps: tuple[RampName, ...] = ("linear", "geometric", "no")
+    """How the first chunks grow and the last shrink."""
+    warmups: tuple[Warmup, ...] = _WARMUPS
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to plan a step."""
+
+    num_parts: float
+    """Parts into which the whole work is cut: about as many chunks, unless they are on a ramp."""
+    attention: float
+    even: bool
+    ramp: RampName
+    warmup: Warmup
+
+    def __str__(self) -> str:
+        """Return what a plan says of it."""
+        cut = "even slices" if self.even else "one mesh"
+        return (
+            f"epp: {self.num_parts:.4g} parts, {self.attention:.0%} of attention, {cut}, "
+            f"{self.ramp} grades, "
+            f"{self.warmup.per_stage:g} ahead, bursts of {self.warmup.burst}"
+        )
+
+
+def first_candidate(space: SearchSpace, num_parts: float) -> Candidate:
+    """Return where the search begins."""
+    return Candidate(
+        num_parts=num_parts,
+        attention=space.attentions[0],
+        even=space.evens[0],
+        ramp=space.ramps[0],
+        warmup=space.warmups[0],
+    )
+
+
+Move = Callable[[Candidate], Candidate]
+"""From a candidate to one beside it."""
+
+COARSE = 1.5
+FINE = 1.2
+"""Factors by which the number of parts climbs: half as many again finds the slope, a fifth the top;
+within a tenth, the makespan hardly changes."""
+
+
+def scale_parts(factor: float, most_parts: float) -> Move:
+    """Return the move to so many times as many parts."""
+    return lambda c: replace(c, num_parts=clip_parts(c.num_parts * factor, most_parts))
+
+
+def clip_parts(num_parts: float, most_parts: float) -> float:
+    """Return a number of parts within what there can be."""
+    return min(max(num_parts, 1.0), most_parts)
+
+
+def variations(space: SearchSpace, num_stages: int, most_parts: float) -> list[Move]:
+    """Return the moves to every other order and every other cut."""
+    moves = [_with_warmup(warmup) for warmup in space.warmups]
+    if num_stages == 1:
+        # Without neighbours to keep busy, what is in flight only costs memory.
+        moves.insert(0, _with_warmup(ONE_CHAIN))
+    moves += [with_even(even) for even in space.evens]
+    moves += [with_attention(attention) for attention in space.attentions]
+    for ramp in space.ramps:
+        # A ramp is of many small chunks, so with another one another number may be best.
+        for factor in (1.0, COARSE, 1 / COARSE):
+            moves.append(_with_ramp(ramp, factor, most_parts))
+    return moves
+
+
+def _with_warmup(warmup: Warmup) -> Move:
+    return lambda c: replace(c, warmup=warmup)
+
+
+def with_even(even: bool) -> Move:
+    """Return the move to cutting each sequence by itself, or all by one mesh."""
+    return lambda c: replace(c, even=even)
+
+
+def with_attention(attention: float) -> Move:
+    """Return the move to counting so much of the attention's time."""
+    return lambda c: replace(c, attention=attention)
+
+
+def _with_ramp(ramp: RampName, factor: float, most_parts: float) -> Move:
+    scale = scale_parts(factor, most_parts)
+    return lambda c: replace(scale(c), ramp=ramp)

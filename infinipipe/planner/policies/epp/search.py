@@ -1,0 +1,273 @@
+"""The search of `epp` over chunks and orders: what is tried, what it yields, what is tried next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from infinipipe.planner.passes.chunking import Chunks, cut_chunks
+from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
+from infinipipe.planner.passes.schedule import (
+    NOTHING,
+    CostedChains,
+    Result,
+    Schedule,
+    fit_schedule,
+    is_better,
+    makespan_of,
+    order_memories,
+    price_chains,
+    quick_bound_s,
+)
+from infinipipe.planner.policies.epp.candidates import (
+    COARSE,
+    FINE,
+    ONE_CHAIN,
+    RAMPS,
+    Candidate,
+    SearchSpace,
+    clip_parts,
+    first_candidate,
+    scale_parts,
+    variations,
+    with_attention,
+    with_even,
+)
+from infinipipe.planner.problem import Problem
+
+# Chunks times stages that are simulated at most, give or take a climb: less than a second.
+_EFFORT = 100_000
+# More chunks take longer to plan than they gain: no batch was best with half as many.
+_MOST_PARTS = 800
+# With so few sequences the makespan has no slope to climb over the number of parts, so many numbers
+# are tried: all small ones, then ever wider apart.
+_FEW_SEQUENCES = 24
+_FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+# How often an order that does not fit is drawn again with what it lacked left free.
+_RETRIES = 3
+# How often the search goes on from what lacks least, where nothing fits yet. Each time costs about
+# as much as a climb.
+_DESCENTS = 3
+# Numbers of parts around what lacks least: the next ones of a fine climb, and one close by.
+_DESCENT_FACTORS = (1.2, 1 / 1.2, 1.05)
+
+
+def search_schedule(problem: Problem, space: SearchSpace) -> Result:
+    """Return the best schedule found for a replica's sequences, or the smallest shortage."""
+    search = Search(problem, space)
+    start = first_candidate(space, search.guess_parts())
+    find_feasible(search, start)
+    if len(problem.members) <= _FEW_SEQUENCES:
+        try_few_counts(search, start)
+    climb(search, COARSE)
+    vary(search)
+    climb(search, FINE)
+    while vary(search):
+        climb(search, COARSE)
+        climb(search, FINE)
+    return search.best
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a candidate yields."""
+
+    result: Result | None
+    """None where it cannot beat the incumbent, so that nothing was simulated."""
+    makespan_s: float
+    """Of the result, infinity for a shortage; without a result, what it cannot undercut."""
+    effort: int
+    """Chunks times stages that were simulated."""
+
+
+class Search:
+    """Which candidates were tried, and the best of them."""
+
+    def __init__(self, problem: Problem, space: SearchSpace) -> None:
+        self.problem = problem
+        self.space = space
+        self.best: Result = NOTHING
+        self.best_candidate: Candidate | None = None
+        """What made it: before anything fits, what lacks least."""
+        self.effort = 0
+        num_tokens = int(problem.lengths.sum())
+        self.most_parts = float(min(num_tokens, _MOST_PARTS))
+        self._outcomes: dict[Candidate, Outcome] = {}
+        self._evaluator = Evaluator(problem)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether enough has been simulated."""
+        return self.effort >= _EFFORT
+
+    @property
+    def feasible(self) -> bool:
+        """Whether anything fits."""
+        return isinstance(self.best, Schedule)
+
+    def try_out(self, candidate: Candidate) -> float:
+        """Evaluate a candidate unless it was tried before, keep it if it is the best, and return
+        its makespan (`Outcome.makespan_s`)."""
+        if candidate not in self._outcomes:
+            outcome = self._evaluator.evaluate(candidate, self.best)
+            self._outcomes[candidate] = outcome
+            self.effort += outcome.effort
+            if outcome.result is not None and is_better(outcome.result, self.best):
+                self.best = outcome.result
+                self.best_candidate = candidate
+        return self._outcomes[candidate].makespan_s
+
+    def guess_parts(self) -> float:
+        """Return where filling and draining costs as much as the overhead of chunks."""
+        costs = self.problem.pipeline.costs
+        work_s = float(costs.work.whole(self.problem.lengths).sum())
+        num_waits = self.problem.pipeline.num_stages - 1
+        num_parts = math.sqrt(num_waits * work_s / (2 * costs.chunk_overhead_s))
+        return clip_parts(num_parts, self.most_parts)
+
+
+def find_feasible(search: Search, start: Candidate) -> None:
+    """Look for a candidate that fits: with more or fewer parts, the least in flight, equal tokens.
+
+    Fewer parts can help: large chunks need much while they run, but a sequence that is not split
+    needs no slot.
+    """
+    numbers = _numbers_around(start.num_parts, search.most_parts)
+    for num_parts in numbers:
+        if math.isfinite(search.try_out(replace(start, num_parts=num_parts))):
+            return
+    descend(search)
+    if search.feasible:
+        return
+    frugal = replace(start, warmup=ONE_CHAIN)
+    for attention in (start.attention, min(search.space.attentions)):
+        for num_parts in numbers:
+            search.try_out(replace(frugal, num_parts=num_parts, attention=attention))
+    descend(search)
+
+
+def descend(search: Search) -> None:
+    """Follow what lacks least, for a while, until something fits or nothing lacks less."""
+    moves = [scale_parts(factor, search.most_parts) for factor in _DESCENT_FACTORS]
+    moves += [with_attention(attention) for attention in search.space.attentions]
+    moves += [with_even(even) for even in search.space.evens]
+    for _ in range(_DESCENTS):
+        before = search.best_candidate
+        if before is None:
+            return
+        for move in moves:
+            if search.feasible:
+                return
+            search.try_out(move(before))
+        if search.best_candidate == before:
+            return
+
+
+def try_few_counts(search: Search, start: Candidate) -> None:
+    """Try many numbers of parts."""
+    for count in _FEW_COUNTS:
+        num_parts = clip_parts(count, search.most_parts)
+        for attention in search.space.attentions:
+            search.try_out(replace(start, num_parts=num_parts, attention=attention))
+
+
+def climb(search: Search, factor: float) -> None:
+    """Follow the number of parts from the best candidate to a local optimum."""
+    for move in (
+        scale_parts(factor, search.most_parts),
+        scale_parts(1 / factor, search.most_parts),
+    ):
+        while search.best_candidate is not None and not search.exhausted:
+            candidate = search.best_candidate
+            if search.try_out(move(candidate)) >= search.try_out(candidate):
+                break
+
+
+def vary(search: Search) -> bool:
+    """Try other orders and other cuts around the best; return whether any is better."""
+    before = search.best_candidate
+    num_stages = search.problem.pipeline.num_stages
+    for move in variations(search.space, num_stages, search.most_parts):
+        if search.best_candidate is not None and not search.exhausted:
+            search.try_out(move(search.best_candidate))
+    return search.best_candidate != before
+
+
+def _numbers_around(start: float, most_parts: float) -> list[float]:
+    """Return numbers of parts ever farther from a first one, by factors of two."""
+    numbers = []
+    for power in range(1 + math.ceil(math.log2(most_parts))):
+        numbers.append(clip_parts(start * 2.0**power, most_parts))
+        numbers.append(clip_parts(start * 2.0**-power, most_parts))
+    # In order, each once.
+    return list(dict.fromkeys(numbers))
+
+
+class Evaluator:
+    """Makes schedules of candidates. It remembers chunks, and nothing of what they came to."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._chains: dict[Candidate, CostedChains] = {}
+
+    def evaluate(self, candidate: Candidate, incumbent: Result) -> Outcome:
+        """Make the schedule of a candidate, unless it cannot beat the incumbent."""
+        chains = self._cut(candidate)
+        least_s = quick_bound_s(chains)
+        if least_s >= makespan_of(incumbent):
+            return Outcome(None, least_s, effort=0)
+        result = self._order(chains, candidate.warmup)
+        if isinstance(result, Schedule):
+            result = result.won_by(str(candidate))
+        effort = chains.num_chunks * self._problem.pipeline.num_stages
+        return Outcome(result, makespan_of(result), effort)
+
+    def _cut(self, candidate: Candidate) -> CostedChains:
+        """Return the chunks of a candidate, which do not depend on its order."""
+        key = replace(candidate, warmup=ONE_CHAIN)
+        if key not in self._chains:
+            chunks = _cut_chunks(self._problem, candidate)
+            self._chains[key] = price_chains(self._problem, chunks)
+        return self._chains[key]
+
+    def _order(self, chains: CostedChains, warmup: Warmup) -> Result:
+        """Order chunks and choose their recompute.
+
+        Where that does not fit, leave as much more free as was missing and try again.
+        """
+        problem = self._problem
+        margins = np.zeros(problem.pipeline.num_stages)
+        result: Result = NOTHING
+        for _ in range(1 + _RETRIES):
+            order = forwards_within_memory(problem.pipeline, chains, warmup, margins)
+            result = fit_schedule(problem, chains, order_memories(problem, chains, order))
+            if isinstance(result, Schedule):
+                break
+            margins[result.stage] += result.missing
+        return result
+
+
+def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
+    costs = problem.pipeline.costs
+    work = costs.work
+    work = replace(work, s_per_pair=candidate.attention * work.s_per_pair)
+    works = work.whole(problem.lengths)
+    target = float(works.sum()) / candidate.num_parts
+    longest = float(works.max())
+    if longest > target:
+        # The longest sequence is cut into equal slices.
+        target = longest / max(1, round(longest / target))
+    max_tokens = costs.max_chunk_tokens
+    if not candidate.attention:
+        # Where tokens are what counts, no chunk may have more.
+        max_tokens = min(max_tokens, math.ceil(work.reach(0, target)))
+    return cut_chunks(
+        problem,
+        work,
+        target,
+        max_tokens,
+        even=candidate.even,
+        grades=RAMPS[candidate.ramp](problem.pipeline.num_stages),
+    )
