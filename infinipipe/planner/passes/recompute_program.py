@@ -1,16 +1,21 @@
-"""Recompute counts chosen for the makespan of a fixed order (design, section 6).
+"""The recompute counts of a fixed order as a mixed-integer program, and what two solvers say of it.
 
-With the order fixed, the makespan is a mixed-integer program: one start time per op, one count per stage and chunk,
-one memory row per op that may be tight. Its linear relaxation (HiGHS) bounds the order and tells what a second of
-recompute costs where. Its counts are rounded within memory; a local search then moves recompute away from the
-critical path; SCIP goes on from there where there are few counts. The simulator and `StageMemory.during` judge all
-of it, never a solver's tolerance.
+With the order fixed, the makespan depends on the counts by linear rows. Columns are the counts, one
+start time per op, and the makespan. A row for each pair of ops says that the second one starts when
+the first has ended and what it sends has arrived. A row for each op that may be tight says that the
+chunks in flight free what is missing. Of the simulator's rules for transfers only how long they
+take is kept, so the program's optimum bounds every choice of counts in this order.
+
+Time is in thousandths of the given makespan and bytes are in layers of the largest chunk, which
+keeps the numbers near one, where solvers are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import highspy
 import numpy as np
@@ -18,212 +23,88 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs import StageMemory
 from infinipipe.highs import QuietHighs
-from infinipipe.ir import Direction
-from infinipipe.planner.passes.recompute import SPARE_BYTES, fit_recompute
-from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
+from infinipipe.planner.passes.recompute import SPARE_BYTES
+from infinipipe.planner.passes.schedule import Schedule
 
-_MOST_CELLS, _MOST_ENTRIES = 2500, 50_000
-"""Chunks times stages, and non-zeros, up to which HiGHS is asked: mostly a tenth of a second, 0.3 s at most."""
-_MOST_ITERATIONS = 20_000
-_MOST_COUNTS = 60
-"""Integers up to which SCIP is asked: mostly some hundredths of a second, half a second at most."""
-_MOST_NODES = 10
-_EFFORT = 40_000
-"""Chunks times stages that the local search simulates, give or take."""
-_LEAST_TRIES, _MOST_TRIES = 8, 60
-_MEMORY = 0.1
-"""How much of the local search's weights each simulation renews."""
-_LEAST_WEIGHT = 0.02
-"""What a second of recompute costs at least, in seconds of the makespan, so that nothing is recomputed for nothing."""
-_FIRST_WEIGHT = 0.3
-"""The same, where no linear program has told."""
+# Makespan of the given schedule in the program's unit of time.
 _UNITS = 1000.0
-"""Makespan of the given schedule in the programs' unit of time."""
-_CLOSE = 1e-6
-"""Relative tolerance of the solvers; nobody looks for less."""
+# Chunks times stages, and non-zeros, up to which HiGHS is asked: mostly a tenth of a second, 0.3 s
+# at most.
+_MOST_CELLS = 2500
+_MOST_ENTRIES = 50_000
+
+
+class _MemoryRow(NamedTuple):
+    """Layers that chunks in flight have to recompute: `freed @ counts >= least`."""
+
+    cells: Ints
+    """The chunks' cells (`_Columns`)."""
+    freed: Floats
+    """What a layer of each frees, in layers of the largest."""
+    least: float
 
 
 @dataclass(frozen=True)
-class Solved:
-    """What the last solver said."""
+class _Columns:
+    """Where the columns stand: counts, then the start times of all ops stage by stage, then the
+    makespan.
 
-    solver: str
-    """HiGHS or SCIP."""
-    status: str
-    """In the solver's words."""
-    gap: float | None
-    """Makespan over the proved bound of this order, less 1; None without a bound."""
-
-
-def polish(
-    schedule: Schedule,
-    *,
-    most_iterations: int = _MOST_ITERATIONS,
-    most_nodes: int = _MOST_NODES,
-) -> tuple[Schedule, Solved | None]:
-    """Return the same chunks and programs with better recompute counts, or the schedule itself if
-    none are found.
-
-    Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
-
-    Args:
-        schedule: whose counts are chosen.
-        most_iterations: of HiGHS, of which none may suffice.
-        most_nodes: of SCIP.
+    A cell is a chunk on a stage: cell `stage * num_chunks + chunk`.
     """
-    if not schedule.recompute.any():
-        return schedule, None
-    weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
-    program = _formulate(schedule) if schedule.recompute.size <= _MOST_CELLS else None
-    if program is None or len(program.linear.a_matrix_.value_) > _MOST_ENTRIES:
-        return _search(schedule, weights, 0.0), None
-    solver, (status, bound_s, counts, flow) = "HiGHS", _relax(program, most_iterations)
-    best = schedule
-    if bound_s > 0:
-        weights = flow
-        for rounded in (np.ceil(counts - _CLOSE), np.floor(counts + _CLOSE)):
-            best = _faster(
-                best, _refit(schedule, rounded.astype(np.int64), _prices(schedule, weights))
-            )
-    best = _search(best, weights, bound_s)
-    if program.counted.sum() <= _MOST_COUNTS and best.makespan_s > bound_s * (1 + _CLOSE):
-        solver, (status, scip_bound_s, integers) = (
-            "SCIP",
-            _solve_integers(program, best, most_nodes),
-        )
-        best, bound_s = (
-            _faster(best, _refit(best, integers, _prices(best, weights))),
-            max(bound_s, scip_bound_s),
-        )
-    gap = max(0.0, best.makespan_s / bound_s - 1) if bound_s > 0 else None
-    return best, Solved(solver, status, gap)
 
-
-def _faster(best: Schedule, found: Schedule | None) -> Schedule:
-    return best if found is None or found.makespan_s >= best.makespan_s else found
-
-
-def _prices(schedule: Schedule, weights: Floats) -> Floats:
-    """Return (stages, chunks) seconds of the makespan per recomputed layer."""
-    return np.asarray(schedule.chains.costs.recompute_s * (weights + _LEAST_WEIGHT))
-
-
-def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
-    """Raise counts until they fit, lower them where there is room, and simulate; None if that fails or is nothing new.
-
-    Args:
-        schedule: whose programs these are. A stage with the same counts as there is left as it is.
-        counts: (stages, chunks)
-        prices: (stages, chunks) what a recomputed layer costs.
-    """
-    found = schedule.recompute.copy()
-    for stage in np.flatnonzero((counts != found).any(axis=1)).tolist():
-        memory, limit = schedule.memories[stage], schedule.problem.pipeline.limits[stage]
-        fitted = fit_recompute(memory, prices[stage], limit, counts[stage])
-        if isinstance(fitted, float):
-            return None
-        found[stage] = _lower(memory, limit, fitted, prices[stage])
-        if memory.during(found[stage]).max() > limit:
-            return None
-    if (found == schedule.recompute).all():
-        return None
-    simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, found)
-    return replace(schedule, recompute=found, timeline=simulated.timeline)
-
-
-def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Ints:
-    """Recompute fewer layers where there is room, the dearest first."""
-    counts, limit_bytes = counts.copy(), limit - SPARE_BYTES
-    first, last = memory.program.forward_places, memory.program.backward_places
-    slack = limit_bytes - memory.during(counts)
-    for chunk in np.argsort(-prices, kind="stable").tolist():
-        if counts[chunk] == 0 or memory.freed_per_layer_bytes[chunk] <= 0:
-            continue
-        room = slack[first[chunk] : last[chunk] + 1].min() // memory.freed_per_layer_bytes[chunk]
-        layers = int(min(counts[chunk], room))
-        if layers > 0:
-            counts[chunk] -= layers
-            slack_then = limit_bytes - memory.during(counts)
-            if slack_then.min() >= 0:
-                slack = slack_then
-            else:
-                counts[chunk] += layers
-    return counts
-
-
-def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
-    """Take a layer each from critical B, in various groups, and let other chunks make room for it.
-
-    A group that helps is tried again. What a second of a chunk's recompute costs comes to be how often it was critical.
-    """
-    groups, number, num_failed = _groups(weights.shape), 0, 0
-    critical = _critical(best)
-    tries = min(max(_EFFORT // weights.size, _LEAST_TRIES), _MOST_TRIES)
-    while tries and num_failed < 2 * len(groups) and best.makespan_s > bound_s * (1 + _CLOSE):
-        taken = groups[number] & critical & (best.recompute > 0)
-        improved = False
-        if taken.any():
-            tries -= 1
-            found = _refit(best, best.recompute - taken, _prices(best, weights + critical))
-            if found is not None:
-                critical_then = _critical(found)
-                weights = (1 - _MEMORY) * weights + _MEMORY * critical_then
-                improved = found.makespan_s < best.makespan_s
-                if improved:
-                    best, critical = found, critical_then
-        num_failed = 0 if improved else num_failed + 1
-        number = number if improved else (number + 1) % len(groups)
-    return best
-
-
-def _groups(shape: tuple[int, ...]) -> list[Bools]:
-    """Return all, every other diagonal (chunks that are on different stages at one time), each stage alone."""
-    num_stages, num_chunks = shape
-    stages = np.arange(num_stages)[:, None]
-    even = (stages + np.arange(num_chunks)) % 2 == 0
-    return [
-        np.ones_like(even),
-        even,
-        ~even,
-        *(np.broadcast_to(stages == s, even.shape) for s in range(num_stages)),
-    ]
-
-
-def _critical(schedule: Schedule) -> Bools:
-    """Return (stages, chunks) whose B lie on a longest path through the timeline."""
-    memories, transfer = schedule.memories, schedule.chains.costs.transfer_s.tolist()
-    ends = [end.tolist() for end in schedule.timeline.end_s]
-    travels = [memory.program.travels.tolist() for memory in memories]
-    chunks = [memory.program.chunks.tolist() for memory in memories]
-    places: dict[int, list[list[int]]] = {
-        Direction.DOWN: [memory.program.forward_places.tolist() for memory in memories],
-        Direction.UP: [memory.program.backward_places.tolist() for memory in memories],
-    }
-    critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
-    stage, place = max(range(len(ends)), key=lambda s: ends[s][-1]), len(ends[0]) - 1
-    while place >= 0:
-        direction, chunk = travels[stage][place], chunks[stage][place]
-        if direction < 0:
-            critical[stage, chunk] = True
-        sender = stage - direction
-        if 0 <= sender < len(ends):
-            sent = places[direction][sender][chunk]
-            if place == 0 or ends[sender][sent] + transfer[chunk] > ends[stage][place - 1]:
-                stage, place = sender, sent
-                continue
-        place -= 1
-    return critical
-
-
-@dataclass(frozen=True)
-class _Program:
-    """An order as a mixed-integer program."""
-
-    linear: highspy.HighsLp
-    """Columns: counts, start times of all ops stage by stage, the makespan. Rows: those of time, those of memory."""
     counted: Bools
-    """(stages, chunks) whose counts are columns; recompute of the others frees nothing that is needed."""
+    """(cells,) which have a count; recompute of the others frees nothing that is needed."""
+
+    @cached_property
+    def num_counts(self) -> int:
+        """How many counts there are."""
+        return int(self.counted.sum())
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Of all kinds: every cell has an F and a B."""
+        return self.num_counts + 2 * len(self.counted) + 1
+
+    @cached_property
+    def _rank(self) -> Ints:
+        return np.cumsum(self.counted) - 1
+
+    def counts(self, cells: Ints) -> Ints:
+        """Return the columns of cells' counts."""
+        return self._rank[cells]
+
+    def starts(self, ops: Ints) -> Ints:
+        """Return the columns of ops' start times; the one after the last op is the makespan."""
+        return self.num_counts + ops
+
+
+class _Precedence(NamedTuple):
+    """Pairs of ops, counted stage by stage: the second one waits for the first."""
+
+    before: Ints
+    after: Ints
+    """One past the last op for the end of the step."""
+    transfer_s: Floats
+    """Between the end of one and the start of the other."""
+
+
+@dataclass(frozen=True)
+class RecomputeProgram:
+    """An order as a program."""
+
     schedule: Schedule
+    columns: _Columns
+    linear: highspy.HighsLp
+
+    @property
+    def counted(self) -> Bools:
+        """(stages, chunks) whose counts are columns."""
+        return self.columns.counted.reshape(self.schedule.recompute.shape)
+
+    @property
+    def num_counts(self) -> int:
+        """How many integers there are to choose."""
+        return self.columns.num_counts
 
     @property
     def unit_s(self) -> float:
@@ -231,192 +112,263 @@ class _Program:
         return self.schedule.makespan_s / _UNITS
 
 
-def _formulate(schedule: Schedule) -> _Program:
-    """Write down the program of an order; of the simulator's rules for transfers it keeps only how long they take."""
-    memories, costs, unit_s = schedule.memories, schedule.chains.costs, schedule.makespan_s / _UNITS
-    num_stages, num_chunks = schedule.recompute.shape
-    memory_rows = [
-        (stage * num_chunks + chunks, saved, least)
-        for stage, (memory, limit) in enumerate(
-            zip(memories, schedule.problem.pipeline.limits, strict=True)
-        )
-        for chunks, saved, least in _memory_rows(memory, limit)
-    ]
-    counted = np.zeros(num_stages * num_chunks, dtype=np.bool_)
-    for cells, _, _ in memory_rows:
-        counted[cells] = True
-    # Where a count's column is.
-    count, num_counts = np.cumsum(counted) - 1, int(counted.sum())
-    # One row a pair of ops: after - before - recompute * count >= lasting + transfer.
-    before, after, transfer_s = _precedence(schedule)
-    cells = np.concatenate(
-        [stage * num_chunks + memory.program.chunks for stage, memory in enumerate(memories)]
-    )[before]
-    forward = np.concatenate([memory.program.is_forward for memory in memories])[before]
-    lasting_s = np.where(forward, costs.forward_s.ravel()[cells], costs.backward_s.ravel()[cells])
-    slope = np.where(
-        forward | ~counted[cells], 0.0, -costs.recompute_s[cells % num_chunks] / unit_s
+class Relaxation(NamedTuple):
+    """What HiGHS says of the program without integers."""
+
+    status: str
+    bound_s: float
+    """No counts are faster in this order; 0 if there is no bound: then the rest means nothing."""
+    counts: Floats
+    """(stages, chunks)"""
+    criticality: Floats
+    """(stages, chunks) what a second more of each B adds to the makespan, in seconds."""
+
+
+class IntegerSolution(NamedTuple):
+    """What SCIP says of the program."""
+
+    status: str
+    bound_s: float
+    """No counts are faster in this order; 0 if there is no bound."""
+    counts: Ints
+    """(stages, chunks)"""
+
+
+def formulate(schedule: Schedule) -> RecomputeProgram | None:
+    """Write down the program of a schedule's order; None if it is too large for a solver."""
+    if schedule.recompute.size > _MOST_CELLS:
+        return None
+    memory_rows = _memory_rows(schedule)
+    counted = np.zeros(schedule.recompute.size, dtype=np.bool_)
+    for row in memory_rows:
+        counted[row.cells] = True
+    columns = _Columns(counted)
+    linear = _linear_program(schedule, columns, memory_rows)
+    if len(linear.a_matrix_.value_) > _MOST_ENTRIES:
+        return None
+    return RecomputeProgram(schedule, columns, linear)
+
+
+def _linear_program(
+    schedule: Schedule, columns: _Columns, memory_rows: Sequence[_MemoryRow]
+) -> highspy.HighsLp:
+    unit_s = schedule.makespan_s / _UNITS
+    pairs = _precedence(schedule)
+    # One row a pair: after - before - recompute_s * count >= seconds of `before` + transfer.
+    lasting_s, recompute_s, cells = _before_costs(schedule, pairs, columns.counted)
+    indices = np.stack(
+        [columns.starts(pairs.after), columns.starts(pairs.before), columns.counts(cells)], axis=1
     )
-    columns = np.stack([num_counts + after, num_counts + before, count[cells]], axis=1)
-    values = np.stack([np.ones(len(before)), -np.ones(len(before)), slope], axis=1)
+    ones = np.ones(len(cells))
+    values = np.stack([ones, -ones, -recompute_s / unit_s], axis=1)
     used = values != 0
-    lengths = [0, *used.sum(axis=1).tolist(), *(len(saved) for _, saved, _ in memory_rows)]
+    entries_per_row = used.sum(axis=1).tolist() + [len(row.freed) for row in memory_rows]
+    least = (lasting_s + pairs.transfer_s) / unit_s
 
     linear = highspy.HighsLp()
-    linear.num_col_, linear.num_row_ = num_counts + 2 * len(counted) + 1, len(lengths) - 1
-    linear.col_cost_, linear.col_lower_ = (
-        np.append(np.zeros(linear.num_col_ - 1), 1.0),
-        np.zeros(linear.num_col_),
-    )
-    layers = np.repeat([float(memory.num_layers) for memory in memories], num_chunks)[counted]
-    linear.col_upper_ = np.append(layers, np.full(linear.num_col_ - num_counts, highspy.kHighsInf))
-    linear.row_lower_ = np.append(
-        (lasting_s + transfer_s) / unit_s, [least for _, _, least in memory_rows]
-    )
+    linear.num_col_ = columns.num_columns
+    linear.num_row_ = len(entries_per_row)
+    # The makespan is the last column, and all that costs.
+    linear.col_cost_ = np.append(np.zeros(columns.num_columns - 1), 1.0)
+    linear.col_lower_ = np.zeros(columns.num_columns)
+    num_times = columns.num_columns - columns.num_counts
+    endless = np.full(num_times, highspy.kHighsInf)
+    linear.col_upper_ = np.append(_most_layers(schedule)[columns.counted], endless)
+    linear.row_lower_ = np.append(least, [row.least for row in memory_rows])
     linear.row_upper_ = np.full(linear.num_row_, highspy.kHighsInf)
     linear.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    linear.a_matrix_.start_ = np.cumsum(lengths)
-    linear.a_matrix_.index_ = np.concatenate(
-        [columns[used], *(count[cells] for cells, _, _ in memory_rows)]
+    linear.a_matrix_.start_ = np.cumsum([0, *entries_per_row])
+    memory_indices = [columns.counts(row.cells) for row in memory_rows]
+    linear.a_matrix_.index_ = np.concatenate([indices[used], *memory_indices])
+    linear.a_matrix_.value_ = np.concatenate([values[used], *(row.freed for row in memory_rows)])
+    return linear
+
+
+def _most_layers(schedule: Schedule) -> Floats:
+    """(cells,) the layers that can be recomputed."""
+    layers = [float(memory.num_layers) for memory in schedule.memories]
+    return np.repeat(layers, schedule.chains.num_chunks)
+
+
+def _before_costs(
+    schedule: Schedule, pairs: _Precedence, counted: Bools
+) -> tuple[Floats, Floats, Ints]:
+    """Return of each pair's first op its seconds without recompute, those that each recomputed
+    layer adds (0 where it has no count), and its cell."""
+    costs = schedule.chains.costs
+    num_chunks = schedule.chains.num_chunks
+    cells_by_stage = [
+        stage * num_chunks + program.chunks for stage, program in enumerate(schedule.programs)
+    ]
+    cells = np.concatenate(cells_by_stage)[pairs.before]
+    forward = np.concatenate([program.is_forward for program in schedule.programs])[pairs.before]
+    lasting_s = np.where(forward, costs.forward_s.ravel()[cells], costs.backward_s.ravel()[cells])
+    fixed = forward | ~counted[cells]
+    recompute_s = np.where(fixed, 0.0, costs.recompute_s[cells % num_chunks])
+    return lasting_s, recompute_s, cells
+
+
+def _precedence(schedule: Schedule) -> _Precedence:
+    transfer_s = schedule.chains.costs.transfer_s
+    num_stages = len(schedule.memories)
+    num_chunks = len(transfer_s)
+    num_ops = 2 * num_chunks
+    # Every op waits for the one before it on its stage, and the end for the last one of each.
+    every_op = np.arange(num_stages * num_ops)
+    is_last = every_op % num_ops == num_ops - 1
+    before = [every_op]
+    after = [np.where(is_last, num_stages * num_ops, every_op + 1)]
+    # F waits for F of the same chunk on the stage before, and B for B on the stage after.
+    forwards = [s * num_ops + p.forward_places for s, p in enumerate(schedule.programs)]
+    backwards = [s * num_ops + p.backward_places for s, p in enumerate(schedule.programs)]
+    for visited in (np.concatenate(forwards), np.concatenate(backwards[::-1])):
+        before.append(visited[:-num_chunks])
+        after.append(visited[num_chunks:])
+    num_transfers = 2 * (num_stages - 1)
+    return _Precedence(
+        before=np.concatenate(before),
+        after=np.concatenate(after),
+        transfer_s=np.append(np.zeros(len(every_op)), np.tile(transfer_s, num_transfers)),
     )
-    linear.a_matrix_.value_ = np.concatenate(
-        [values[used], *(saved for _, saved, _ in memory_rows)]
-    )
-    return _Program(linear, counted.reshape(num_stages, num_chunks), schedule)
 
 
-def _precedence(schedule: Schedule) -> tuple[Ints, Ints, Floats]:
-    """Return pairs of ops, counted stage by stage, and the seconds between them; the end comes after all ops."""
-    memories, transfer_s = schedule.memories, schedule.chains.costs.transfer_s
-    num_stages, num_ops = len(memories), 2 * len(transfer_s)
-    before = [np.arange(num_stages * num_ops)]
-    after = [np.where(before[0] % num_ops < num_ops - 1, before[0] + 1, num_stages * num_ops)]
-    forwards = [s * num_ops + m.program.forward_places for s, m in enumerate(memories)]
-    backwards = [s * num_ops + m.program.backward_places for s, m in enumerate(memories)]
-    for places in (forwards, backwards[::-1]):
-        visited = np.concatenate(places)
-        before.append(visited[: -len(transfer_s)])
-        after.append(visited[len(transfer_s) :])
-    seconds = np.append(np.zeros(num_stages * num_ops), np.tile(transfer_s, 2 * (num_stages - 1)))
-    return np.concatenate(before), np.concatenate(after), seconds
+def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
+    """Return the rows of all stages' ops that may not fit."""
+    num_chunks = schedule.chains.num_chunks
+    limits = schedule.problem.pipeline.limits
+    rows = []
+    for stage, memory in enumerate(schedule.memories):
+        for chunks, freed, least in _stage_rows(memory, limits[stage]):
+            rows.append(_MemoryRow(stage * num_chunks + chunks, freed, least))
+    return rows
 
 
-def _memory_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats, float]]:
-    """Yield chunks in flight, what a layer of each saves, and what they have to save, in layers of the largest.
+def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats, float]]:
+    """Yield chunks in flight, what a layer of each frees, and what they have to free, in layers of
+    the largest.
 
-    What an op needs for a moment depends on its own chunk's count, and is convex in it: a row for each slope.
+    What an op needs while it runs depends on its own chunk's count, and is convex in it: a row for
+    each slope.
     """
-    backward, num_layers = memory.program.is_backward, memory.num_layers
-    kept, first, last = (
-        memory.activation_bytes[memory.program.chunks],
-        memory.program.forward_places,
-        memory.program.backward_places,
-    )
-    missing = (
-        memory.fixed_bytes
-        + np.cumsum(np.where(backward, -kept, kept))
-        + np.where(backward, kept, 0.0)
-        - limit
-    )
-    moment = np.zeros((len(kept), num_layers + 1))
-    moment[:, -1] = np.where(
-        backward,
-        memory.freed_per_layer_bytes[memory.program.chunks],
-        memory.recompute_transient_bytes[memory.program.chunks],
-    )
-    for op in np.flatnonzero(
-        backward & (memory.slot_gradient_bytes[memory.program.chunks] > 0)
-    ).tolist():
-        moment[op] = [
-            memory.layers_transient(int(memory.program.chunks[op]), count)
-            for count in range(num_layers + 1)
-        ]
-    # After an F there is at least as much in flight. Where more is missing then, its own row adds next to nothing.
-    needed = missing + moment[:, 0]
-    covered = ~backward & (needed <= np.append(needed[1:], -np.inf))
-    for op in np.flatnonzero(~covered & (missing + moment.max(axis=1) > 0)).tolist():
-        in_flight = np.flatnonzero(
-            (first <= op) & (last >= op) & (memory.freed_per_layer_bytes > 0)
-        )
-        slopes = np.diff(moment[op])
-        for count in np.flatnonzero(np.diff(slopes, prepend=-np.inf) > SPARE_BYTES).tolist():
-            saved = memory.freed_per_layer_bytes[in_flight] - slopes[count] * (
-                in_flight == memory.program.chunks[op]
-            )
-            least, largest = (
-                float(missing[op] + moment[op, count] - slopes[count] * count),
-                saved.max(initial=0.0),
-            )
+    program = memory.program
+    missing = _missing_without_recompute(memory, limit)
+    transient = _transient_by_count(memory)
+    is_forward = program.is_forward
+    # After an F there is at least as much in flight. Where more is missing then, its own row adds
+    # next to nothing.
+    needed = missing + transient[:, 0]
+    needed_next = np.append(needed[1:], -np.inf)
+    covered = is_forward & (needed <= needed_next)
+    may_be_tight = missing + transient.max(axis=1) > 0
+    for op in np.flatnonzero(~covered & may_be_tight).tolist():
+        begun = program.forward_places <= op
+        not_ended = program.backward_places >= op
+        in_flight = np.flatnonzero(begun & not_ended & (memory.freed_per_layer_bytes > 0))
+        is_own = in_flight == program.chunks[op]
+        slopes = np.diff(transient[op])
+        changes = np.diff(slopes, prepend=-np.inf)
+        for count in np.flatnonzero(changes > SPARE_BYTES).tolist():
+            slope = slopes[count]
+            freed = memory.freed_per_layer_bytes[in_flight] - slope * is_own
+            least = float(missing[op] + transient[op, count] - slope * count)
+            largest = freed.max(initial=0.0)
             if least > 0 and largest > 0:
-                yield in_flight, saved / largest, least / largest
+                yield in_flight, freed / largest, least / largest
 
 
-def _relax(program: _Program, most_iterations: int) -> tuple[str, float, Floats, Floats]:
-    """Solve the linear relaxation with HiGHS: one thread, limited by iterations, so the same everywhere.
+def _missing_without_recompute(memory: StageMemory, limit: int) -> Floats:
+    """(ops,) bytes over the limit, without what depends on the op's own count."""
+    backward = memory.program.is_backward
+    kept = memory.activation_bytes[memory.program.chunks]
+    held = np.cumsum(np.where(backward, -kept, kept))
+    return np.asarray(memory.fixed_bytes + held + np.where(backward, kept, 0.0) - limit)
 
-    Return how it ended, the bound in seconds (0 if it has none), and two arrays of shape (stages, chunks): counts, and
-    what a second more of each B adds to the makespan. Without a bound they mean nothing.
-    """
-    solver, counted = QuietHighs(), program.counted  # type: ignore[no-untyped-call]
+
+def _transient_by_count(memory: StageMemory) -> Floats:
+    """(ops, layers + 1) what an op needs besides while it runs, by its chunk's count."""
+    chunks = memory.program.chunks
+    backward = memory.program.is_backward
+    transient = np.zeros((len(chunks), memory.num_layers + 1))
+    all_layers = np.where(
+        backward, memory.freed_per_layer_bytes[chunks], memory.recompute_transient_bytes[chunks]
+    )
+    transient[:, -1] = all_layers
+    brings_gradients = backward & (memory.slot_gradient_bytes[chunks] > 0)
+    for op in np.flatnonzero(brings_gradients).tolist():
+        chunk = int(chunks[op])
+        counts = range(memory.num_layers + 1)
+        transient[op] = [memory.layers_transient(chunk, count) for count in counts]
+    return transient
+
+
+def solve_relaxed(program: RecomputeProgram, most_iterations: int) -> Relaxation:
+    """Solve without integers with HiGHS: one thread, limited by iterations, so alike everywhere."""
+    solver = QuietHighs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_iteration_limit", most_iterations)
     solver.passModel(program.linear)
     solver.run()
-    ended, solution = solver.getModelStatus(), solver.getSolution()
-    status, counts, flow = (
-        str(solver.modelStatusToString(ended)),
-        np.zeros(counted.shape),
-        np.zeros(counted.shape),
-    )
+    ended = solver.getModelStatus()
+    status = str(solver.modelStatusToString(ended))
+    counted = program.counted
+    counts = np.zeros(counted.shape)
+    criticality = np.zeros(counted.shape)
     if ended != highspy.HighsModelStatus.kOptimal:
-        return status, 0.0, counts, flow
-    counts[counted] = solution.col_value[: counted.sum()]
-    before = _precedence(program.schedule)[0]
-    through = np.bincount(before, weights=solution.row_dual[: len(before)]).reshape(
-        len(counted), -1
-    )
-    for stage, memory in enumerate(program.schedule.memories):
-        flow[stage] = through[stage][memory.program.backward_places]
-    return status, float(solver.getObjectiveValue()) * program.unit_s, counts, flow
+        return Relaxation(status, 0.0, counts, criticality)
+    solution = solver.getSolution()
+    counts[counted] = solution.col_value[: program.num_counts]
+    # The dual of a pair's row is what a second more between the two adds to the makespan.
+    before = _precedence(program.schedule).before
+    through = np.bincount(before, weights=solution.row_dual[: len(before)])
+    through = through.reshape(len(counted), -1)
+    for stage, stage_program in enumerate(program.schedule.programs):
+        criticality[stage] = through[stage][stage_program.backward_places]
+    bound_s = float(solver.getObjectiveValue()) * program.unit_s
+    return Relaxation(status, bound_s, counts, criticality)
 
 
-def _solve_integers(program: _Program, start: Schedule, most_nodes: int) -> tuple[str, float, Ints]:
-    """Let SCIP go on from a schedule; return how it ended, seconds that no counts undercut, and its counts."""
+def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) -> IntegerSolution:
+    """Let SCIP go on from a schedule of the same order."""
     from pyscipopt import Model, quicksum
 
-    linear, counted, num_counts = program.linear, program.counted, int(program.counted.sum())
     model = Model()
     model.hideOutput()
-    model.setParam(
-        "misc/catchctrlc", False
-    )  # Ctrl-C is for the command, and no answer may depend on it
+    # Ctrl-C is for the command, and no answer may depend on it.
+    model.setParam("misc/catchctrlc", False)
     model.setParam("limits/nodes", most_nodes)
     model.setParam("randomization/randomseedshift", 0)
+    linear = program.linear
+    num_counts = program.num_counts
     kinds = "I" * num_counts + "C" * (linear.num_col_ - num_counts)
-    columns = [
-        model.addVar(vtype=kind, ub=most)
-        for kind, most in zip(kinds, linear.col_upper_, strict=True)
-    ]
+    uppers = linear.col_upper_
+    columns = [model.addVar(vtype=kind, ub=most) for kind, most in zip(kinds, uppers, strict=True)]
     matrix = linear.a_matrix_
-    terms = [
-        value * columns[index] for value, index in zip(matrix.value_, matrix.index_, strict=True)
-    ]
-    for least, begin, end in zip(
-        linear.row_lower_, matrix.start_[:-1], matrix.start_[1:], strict=True
-    ):
-        model.addCons(quicksum(terms[begin:end]) >= least)
+    entries = zip(matrix.value_, matrix.index_, strict=True)
+    terms = [value * columns[index] for value, index in entries]
+    starts = matrix.start_
+    for least, first, last in zip(linear.row_lower_, starts[:-1], starts[1:], strict=True):
+        model.addCons(quicksum(terms[first:last]) >= least)
     model.setObjective(columns[-1], "minimize")
-    times = np.append(np.concatenate(start.timeline.start_s), start.makespan_s) / program.unit_s
+
     solution = model.createSol()
-    for column, value in zip(
-        columns, np.append(start.recompute[counted], times).tolist(), strict=True
-    ):
+    for column, value in zip(columns, _column_values(program, start), strict=True):
         model.setSolVal(solution, column, value)
     model.addSol(solution)
     model.optimize()
+    status = str(model.getStatus())
     counts = start.recompute.copy()
-    if model.getNSols():
-        best = model.getBestSol()
-        counts[counted] = [round(model.getSolVal(best, column)) for column in columns[:num_counts]]
-    bound = max(0.0, float(model.getDualbound())) if model.getNSols() else 0.0
-    return str(model.getStatus()), bound * program.unit_s, counts
+    if not model.getNSols():
+        return IntegerSolution(status, 0.0, counts)
+    best = model.getBestSol()
+    counts[program.counted] = [round(model.getSolVal(best, c)) for c in columns[:num_counts]]
+    bound = max(0.0, float(model.getDualbound()))
+    return IntegerSolution(status, bound * program.unit_s, counts)
+
+
+def _column_values(program: RecomputeProgram, schedule: Schedule) -> list[float]:
+    """Return what a schedule of the program's order is in its columns."""
+    seconds = np.append(np.concatenate(schedule.timeline.start_s), schedule.makespan_s)
+    times = seconds / program.unit_s
+    values = np.append(schedule.recompute[program.counted], times)
+    found: list[float] = values.tolist()
+    return found

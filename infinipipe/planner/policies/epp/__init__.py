@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infinipipe.ir import Search
-from infinipipe.planner.passes.recompute_program import polish
+from infinipipe.planner.passes.polish import polish
 from infinipipe.planner.passes.schedule import Result, Schedule
 from infinipipe.planner.policies.baselines import (
     plan_1f1b,

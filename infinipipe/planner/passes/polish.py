@@ -1,0 +1,259 @@
+"""Recompute counts chosen for the makespan of a fixed order (design, section 6).
+
+The linear relaxation of the order's program (HiGHS) bounds it and says what a second of recompute
+costs where. Its counts are rounded within memory; a local search then moves recompute away from the
+critical path; SCIP goes on from there where there are few counts. The simulator and
+`StageMemory.during` judge all of it, never a solver's tolerance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from infinipipe.aliases import Bools, Floats, Ints
+from infinipipe.costs import StageMemory
+from infinipipe.ir import Direction
+from infinipipe.planner.passes.recompute import SPARE_BYTES, fit_recompute
+from infinipipe.planner.passes.recompute_program import (
+    RecomputeProgram,
+    formulate,
+    solve_integers,
+    solve_relaxed,
+)
+from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
+
+# Iterations of HiGHS: many times what programs of the size that it is asked need.
+_MOST_ITERATIONS = 20_000
+# Integers up to which SCIP is asked, and its nodes: mostly some hundredths of a second, half a
+# second at most.
+_MOST_COUNTS = 60
+_MOST_NODES = 10
+# Chunks times stages that the local search simulates, give or take; few chunks are tried no more
+# often than the most, and many at least so often.
+_EFFORT = 40_000
+_LEAST_TRIES = 8
+_MOST_TRIES = 60
+# How much of the local search's weights each simulation renews: some ten of them are remembered.
+_MEMORY = 0.1
+# What a second of recompute costs at least, in seconds of the makespan, so that nothing is
+# recomputed for nothing.
+_LEAST_WEIGHT = 0.02
+# The same, where no linear program has told.
+_FIRST_WEIGHT = 0.3
+# Relative tolerance of the solvers; nobody looks for less.
+_CLOSE = 1e-6
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What the last solver said."""
+
+    solver: str
+    """HiGHS or SCIP."""
+    status: str
+    """In the solver's words."""
+    gap: float | None
+    """Makespan over the proved bound of this order, less 1; None without a bound."""
+
+
+def polish(
+    schedule: Schedule,
+    *,
+    most_iterations: int = _MOST_ITERATIONS,
+    most_nodes: int = _MOST_NODES,
+) -> tuple[Schedule, Solved | None]:
+    """Return the same chunks and programs with better recompute counts, or the schedule itself if
+    none are found.
+
+    Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
+
+    Args:
+        schedule: whose counts are chosen.
+        most_iterations: of HiGHS, of which none may suffice.
+        most_nodes: of SCIP.
+    """
+    if not schedule.recompute.any():
+        return schedule, None
+    program = formulate(schedule)
+    if program is None:
+        weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
+        return _search(schedule, weights, 0.0), None
+    return _solve(schedule, program, most_iterations, most_nodes)
+
+
+def _solve(
+    schedule: Schedule, program: RecomputeProgram, most_iterations: int, most_nodes: int
+) -> tuple[Schedule, Solved]:
+    relaxation = solve_relaxed(program, most_iterations)
+    solver = "HiGHS"
+    status = relaxation.status
+    bound_s = relaxation.bound_s
+    weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
+    best = schedule
+    if bound_s > 0:
+        weights = relaxation.criticality
+        for rounded in (np.ceil(relaxation.counts - _CLOSE), np.floor(relaxation.counts + _CLOSE)):
+            counts = rounded.astype(np.int64)
+            best = _faster(best, _refit(schedule, counts, _prices(schedule, weights)))
+    best = _search(best, weights, bound_s)
+    if program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
+        solution = solve_integers(program, best, most_nodes)
+        solver = "SCIP"
+        status = solution.status
+        best = _faster(best, _refit(best, solution.counts, _prices(best, weights)))
+        bound_s = max(bound_s, solution.bound_s)
+    gap = max(0.0, best.makespan_s / bound_s - 1) if bound_s > 0 else None
+    return best, Solved(solver, status, gap)
+
+
+def _is_proved(schedule: Schedule, bound_s: float) -> bool:
+    """Return whether no counts can be faster, within the solvers' tolerance."""
+    return schedule.makespan_s <= bound_s * (1 + _CLOSE)
+
+
+def _faster(best: Schedule, other: Schedule | None) -> Schedule:
+    if other is None or other.makespan_s >= best.makespan_s:
+        return best
+    return other
+
+
+def _prices(schedule: Schedule, weights: Floats) -> Floats:
+    """Return (stages, chunks) seconds of the makespan per recomputed layer."""
+    return np.asarray(schedule.chains.costs.recompute_s * (weights + _LEAST_WEIGHT))
+
+
+def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
+    """Raise counts until they fit, lower them where there is room, and simulate.
+
+    Return None if that fails or is nothing new.
+
+    Args:
+        schedule: whose programs these are. A stage with the same counts as there is left as it is.
+        counts: (stages, chunks)
+        prices: (stages, chunks) what a recomputed layer costs.
+    """
+    refitted = schedule.recompute.copy()
+    changed = (counts != refitted).any(axis=1)
+    for stage in np.flatnonzero(changed).tolist():
+        memory = schedule.memories[stage]
+        limit = schedule.problem.pipeline.limits[stage]
+        raised = fit_recompute(memory, prices[stage], limit, counts[stage])
+        if isinstance(raised, float):
+            return None
+        refitted[stage] = _lower(memory, limit, raised, prices[stage])
+        if memory.during(refitted[stage]).max() > limit:
+            return None
+    if (refitted == schedule.recompute).all():
+        return None
+    simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, refitted)
+    return replace(schedule, recompute=refitted, timeline=simulated.timeline)
+
+
+def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Ints:
+    """Recompute fewer layers where there is room, the dearest first."""
+    counts = counts.copy()
+    most = limit - SPARE_BYTES
+    forwards = memory.program.forward_places
+    backwards = memory.program.backward_places
+    freed = memory.freed_per_layer_bytes
+    slack = most - memory.during(counts)
+    for chunk in np.argsort(-prices, kind="stable").tolist():
+        if counts[chunk] == 0 or freed[chunk] <= 0:
+            continue
+        in_flight = slice(forwards[chunk], backwards[chunk] + 1)
+        room = slack[in_flight].min() // freed[chunk]
+        layers = int(min(counts[chunk], room))
+        if layers <= 0:
+            continue
+        counts[chunk] -= layers
+        slack_then = most - memory.during(counts)
+        if slack_then.min() >= 0:
+            slack = slack_then
+        else:
+            # What its B needs while it runs has grown.
+            counts[chunk] += layers
+    return counts
+
+
+def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
+    """Take a layer each from critical B, in various groups, and let other chunks make room for it.
+
+    A group that helps is tried again. What a second of a chunk's recompute costs comes to be how
+    often it was critical.
+    """
+    groups = _groups(weights.shape)
+    critical = _critical(best)
+    number = 0
+    num_failed = 0
+    tries = min(max(_EFFORT // weights.size, _LEAST_TRIES), _MOST_TRIES)
+    while tries and num_failed < 2 * len(groups) and not _is_proved(best, bound_s):
+        taken = groups[number] & critical & (best.recompute > 0)
+        improved = False
+        if taken.any():
+            tries -= 1
+            other = _refit(best, best.recompute - taken, _prices(best, weights + critical))
+            if other is not None:
+                critical_then = _critical(other)
+                weights = (1 - _MEMORY) * weights + _MEMORY * critical_then
+                improved = other.makespan_s < best.makespan_s
+                if improved:
+                    best = other
+                    critical = critical_then
+        if improved:
+            num_failed = 0
+        else:
+            num_failed += 1
+            number = (number + 1) % len(groups)
+    return best
+
+
+def _groups(shape: tuple[int, ...]) -> list[Bools]:
+    """Return (stages, chunks) all, every other diagonal, each stage alone.
+
+    On a diagonal are the chunks that are on different stages at one time.
+    """
+    num_stages, num_chunks = shape
+    stages = np.arange(num_stages)[:, None]
+    is_even = (stages + np.arange(num_chunks)) % 2 == 0
+    groups = [np.ones_like(is_even), is_even, ~is_even]
+    for stage in range(num_stages):
+        groups.append(np.broadcast_to(stages == stage, is_even.shape))
+    return groups
+
+
+def _critical(schedule: Schedule) -> Bools:
+    """Return (stages, chunks) whose B lie on a longest path through the timeline.
+
+    It goes back from the last op: to the op before on the same stage, or to the one that sent what
+    this one waited for.
+    """
+    programs = schedule.programs
+    # Lists, because single elements of arrays are slow.
+    transfer_s = schedule.chains.costs.transfer_s.tolist()
+    ends_s = [end_s.tolist() for end_s in schedule.timeline.end_s]
+    travels = [program.travels.tolist() for program in programs]
+    chunks = [program.chunks.tolist() for program in programs]
+    places: dict[int, list[list[int]]] = {
+        Direction.DOWN: [program.forward_places.tolist() for program in programs],
+        Direction.UP: [program.backward_places.tolist() for program in programs],
+    }
+    critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
+    stage = max(range(len(ends_s)), key=lambda s: ends_s[s][-1])
+    place = len(ends_s[stage]) - 1
+    while place >= 0:
+        direction = travels[stage][place]
+        chunk = chunks[stage][place]
+        if direction == Direction.UP:
+            critical[stage, chunk] = True
+        sender = stage - direction
+        if 0 <= sender < len(ends_s):
+            sent = places[direction][sender][chunk]
+            arrival_s = ends_s[sender][sent] + transfer_s[chunk]
+            if place == 0 or arrival_s > ends_s[stage][place - 1]:
+                stage = sender
+                place = sent
+                continue
+        place -= 1
+    return critical
