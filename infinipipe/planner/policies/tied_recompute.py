@@ -1,12 +1,14 @@
 """The paper's recompute: counts tied along diagonals, by a sweep and by an integer program.
 
-A stage that recomputes makes the others wait, so ckpt(p, k) = c[k + P - p] for stage p (from 1) and chunk k in the
-order of B: chunks that are on different stages at one time recompute equally many layers (PAPER.md).
+A stage that recomputes makes the others wait, so ckpt(p, k) = c[k + P - p] for stage p (from 1) and
+chunk k in the order of B: chunks that are on different stages at one time recompute equally many
+layers (arXiv 2509.21275).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,115 +16,150 @@ from infinipipe.aliases import Ints
 from infinipipe.costs import StageMemory
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 
+# The paper stops SCIP where it is within 2 % of the best.
 _GAP = 0.02
+# What SCIP solves in seconds: nodes, and terms of all rows.
 _MOST_NODES = 200
 _MOST_TERMS = 50_000
-"""What SCIP solves in seconds."""
+# SCIP says infinity, or next to it, where it has no bound; a plan holds finite gaps only.
 _MOST_GAP = 1e6
+
+
+class TiedSolution(NamedTuple):
+    """What SCIP says of the integer program."""
+
+    counts: Ints
+    """(chunks + stages - 1,) c."""
+    status: str
+    """How it ended."""
+    gap: float | None
+    """How far the sum of counts may be from the least, relative to it; None without a bound."""
 
 
 def sweep_diagonals(
     memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints | None = None
 ) -> Ints | Shortage:
-    """Return c, raised stage by stage from a start (none) until all programs fit."""
-    num_stages, num_chunks = len(memories), len(memories[0].activation_bytes)
-    counts = (
-        np.zeros(num_chunks + num_stages - 1, dtype=np.int64) if start is None else start.copy()
-    )
-    for stage, (memory, limit) in enumerate(zip(memories, limits, strict=True)):
-        places = diagonal_places(memory, num_stages, stage)
-        # Every count costs the same: the program minimises their sum.
-        found = fit_recompute(
-            memory, np.ones(num_chunks), limit, np.minimum(counts[places], memory.num_layers)
-        )
-        if isinstance(found, float):
-            return Shortage(stage, found, limit)
-        counts[places] = np.maximum(counts[places], found)
+    """Return c, raised stage by stage from a start (none) until all programs fit.
+
+    Args:
+        memories: of each stage's program.
+        limits: bytes per stage.
+        start: c to start from.
+    """
+    num_stages = len(memories)
+    num_chunks = len(memories[0].activation_bytes)
+    counts = np.zeros(num_chunks + num_stages - 1, dtype=np.int64)
+    if start is not None:
+        counts = start.copy()
+    # Every count costs the same: the program minimises their sum.
+    prices = np.ones(num_chunks)
+    for stage, memory in enumerate(memories):
+        limit = limits[stage]
+        diagonals = chunk_diagonals(memory, num_stages, stage)
+        before = np.minimum(counts[diagonals], memory.num_layers)
+        fitted = fit_recompute(memory, prices, limit, before)
+        if isinstance(fitted, float):
+            return Shortage(stage, fitted, limit)
+        counts[diagonals] = np.maximum(counts[diagonals], fitted)
     return counts
 
 
 def solve_diagonals(
     memories: SequenceOf[StageMemory], limits: SequenceOf[int], start: Ints
-) -> tuple[Ints, str, float | None]:
-    """Return c of the least sum within memory, from a start that fits (SCIP, gap 2 %, limited by nodes).
+) -> TiedSolution:
+    """Return c of the least sum within memory (SCIP, gap 2 %, limited by nodes).
 
-    The rows are the paper's: what chunks keep in flight. What an op needs for a moment may come on top.
+    The rows are the paper's: what chunks keep in flight. What an op needs while it runs may come on
+    top.
 
-    Besides, how SCIP ended, and how far the sum may be from the least, relative to it; None where SCIP has no bound.
+    Args:
+        memories: of each stage's program.
+        limits: bytes per stage.
+        start: c that fits.
     """
     from pyscipopt import Model, quicksum
 
     num_stages = len(memories)
     tight = [_tight_rows(memory, limit) for memory, limit in zip(memories, limits, strict=True)]
-    if sum(len(in_flight) for rows in tight for in_flight, _ in rows) > _MOST_TERMS:
-        return start, "too large", None
+    num_terms = sum(len(row.in_flight) for rows in tight for row in rows)
+    if num_terms > _MOST_TERMS:
+        return TiedSolution(start, "too large", None)
     model = Model()
     model.hideOutput()
-    model.setParam(
-        "misc/catchctrlc", False
-    )  # Ctrl-C is for the command, and no answer may depend on it
+    # Ctrl-C is for the command, and no answer may depend on it.
+    model.setParam("misc/catchctrlc", False)
     model.setParam("limits/gap", _GAP)
     model.setParam("limits/nodes", _MOST_NODES)
     model.setParam("randomization/randomseedshift", 0)
-    most = np.zeros(len(start), dtype=np.int64)
+    most_layers = np.zeros(len(start), dtype=np.int64)
     for stage, memory in enumerate(memories):
-        np.maximum.at(most, diagonal_places(memory, num_stages, stage), memory.num_layers)
-    columns = [model.addVar(vtype="I", lb=0, ub=int(bound)) for bound in most]
-    for stage, (memory, rows) in enumerate(zip(memories, tight, strict=True)):
-        places = diagonal_places(memory, num_stages, stage)
-        for in_flight, excess in rows:
-            # In units of the excess, which keeps the numbers near one.
-            terms = (
-                float(memory.freed_per_layer_bytes[chunk] / excess) * columns[places[chunk]]
-                for chunk in in_flight
-            )
+        diagonals = chunk_diagonals(memory, num_stages, stage)
+        np.maximum.at(most_layers, diagonals, memory.num_layers)
+    columns = [model.addVar(vtype="I", lb=0, ub=int(most)) for most in most_layers]
+    for stage, memory in enumerate(memories):
+        diagonals = chunk_diagonals(memory, num_stages, stage)
+        for row in tight[stage]:
+            # In units of what is missing, which keeps the numbers near one.
+            shares = memory.freed_per_layer_bytes[row.in_flight] / row.missing_bytes
+            row_columns = [columns[d] for d in diagonals[row.in_flight]]
+            terms = [share * c for share, c in zip(shares.tolist(), row_columns, strict=True)]
             model.addCons(quicksum(terms) >= 1.0)
     model.setObjective(quicksum(columns), "minimize")
+
     solution = model.createSol()
     for column, value in zip(columns, start.tolist(), strict=True):
         model.setSolVal(solution, column, value)
     model.addSol(solution)
     model.optimize()
+    status = str(model.getStatus())
     gap = float(model.getGap())
-    told = str(model.getStatus()), None if model.isInfinity(gap) or gap > _MOST_GAP else gap
+    known_gap = None if model.isInfinity(gap) or gap > _MOST_GAP else gap
     if model.getNSols() == 0:
-        return start, *told
+        return TiedSolution(start, status, known_gap)
     best = model.getBestSol()
-    return np.array(
-        [round(model.getSolVal(best, column)) for column in columns], dtype=np.int64
-    ), *told
+    counts = [round(model.getSolVal(best, column)) for column in columns]
+    return TiedSolution(np.array(counts, dtype=np.int64), status, known_gap)
 
 
-def diagonal_counts(memories: SequenceOf[StageMemory], diagonals: Ints) -> Ints:
-    """Return the recompute counts of every stage and chunk."""
-    rows = [
-        np.minimum(diagonals[diagonal_places(memory, len(memories), stage)], memory.num_layers)
-        for stage, memory in enumerate(memories)
-    ]
+def diagonal_counts(memories: SequenceOf[StageMemory], counts: Ints) -> Ints:
+    """Return (stages, chunks) the recompute counts that c stands for."""
+    rows = []
+    for stage, memory in enumerate(memories):
+        diagonals = chunk_diagonals(memory, len(memories), stage)
+        rows.append(np.minimum(counts[diagonals], memory.num_layers))
     return np.array(rows, dtype=np.int64)
 
 
-def diagonal_places(memory: StageMemory, num_stages: int, stage: int) -> Ints:
-    """Return each chunk's diagonal on one stage."""
+def chunk_diagonals(memory: StageMemory, num_stages: int, stage: int) -> Ints:
+    """Return (chunks,) each chunk's diagonal on one stage."""
     backwards = memory.program.backward_chunks
-    places = np.empty(len(backwards), dtype=np.int64)
-    places[backwards] = np.arange(len(backwards)) + num_stages - 1 - stage
-    return places
+    diagonals = np.empty(len(backwards), dtype=np.int64)
+    diagonals[backwards] = np.arange(len(backwards)) + num_stages - 1 - stage
+    return diagonals
 
 
-def _tight_rows(memory: StageMemory, limit: int) -> list[tuple[Ints, float]]:
-    """Return chunks in flight and missing bytes where a program does not fit as it is.
+class _TightRow(NamedTuple):
+    """What chunks in flight have to free at an op."""
+
+    in_flight: Ints
+    missing_bytes: float
+
+
+def _tight_rows(memory: StageMemory, limit: int) -> list[_TightRow]:
+    """Return the ops at which a program does not fit as it is.
 
     Before an F there is less in flight than in it, so only ops that no F follows matter.
     """
     program = memory.program
-    none = np.zeros(len(memory.activation_bytes), dtype=np.int64)
-    excess = memory.during(none) - limit + 1
+    nothing = np.zeros(len(memory.activation_bytes), dtype=np.int64)
+    # One byte more, so that what fills the limit exactly is left some room.
+    missing = memory.during(nothing) - limit + 1
     next_is_forward = np.append(program.is_forward[1:], False)
-    followed = next_is_forward & program.is_forward
+    followed = program.is_forward & next_is_forward
     rows = []
-    for position in np.flatnonzero(~followed & (excess > 0)).tolist():
+    for position in np.flatnonzero(~followed & (missing > 0)).tolist():
         begun = program.forward_places <= position
         not_ended = program.backward_places >= position
-        rows.append((np.flatnonzero(begun & not_ended), float(excess[position])))
+        in_flight = np.flatnonzero(begun & not_ended)
+        rows.append(_TightRow(in_flight, float(missing[position])))
     return rows
