@@ -17,13 +17,15 @@ def steps_per_epoch(num_rows: int, batch_size: int) -> int:
 def global_batches(num_rows: int, batch_size: int, num_steps: int, seed: int) -> Iterator[Ints]:
     """Yield the rows of each step.
 
-    Every epoch is a fresh permutation. It depends on nothing but the arguments: neither costs, nor stages,
-    nor replicas move a row to another step.
+    Every epoch is a fresh permutation. It depends on nothing but the arguments: neither costs, nor
+    stages, nor replicas move a row to another step.
     """
+    # Named, as numpy may change which generator is its default, and with it every plan.
     generator = np.random.Generator(np.random.PCG64(seed))
-    remaining = num_steps
-    while remaining > 0:
-        order = generator.permutation(num_rows)
-        for first in range(0, num_rows, batch_size)[:remaining]:
-            yield order[first : first + batch_size]
-        remaining -= steps_per_epoch(num_rows, batch_size)
+    steps_left = num_steps
+    while steps_left > 0:
+        epoch = generator.permutation(num_rows)
+        starts = range(0, num_rows, batch_size)
+        for start in starts[:steps_left]:
+            yield epoch[start : start + batch_size]
+        steps_left -= len(starts)

@@ -12,16 +12,10 @@ import numpy as np
 from infinipipe.costs.sizes import chunk_overhead_s, most_chunk_tokens
 from infinipipe.ir import Search
 from infinipipe.planner.bound import makespan_bound
-from infinipipe.planner.passes.chunking import (
-    NO_GRADES,
-    Grades,
-    cut_chunks,
-    geometric_grades,
-    join_chunks,
-    linear_grades,
-)
+from infinipipe.planner.passes.chunking import cut_chunks, join_chunks
 from infinipipe.planner.passes.in_flight import Shape, connect_leads, memory_leads
 from infinipipe.planner.passes.order import join_leads, overlap_leads
+from infinipipe.planner.passes.ramp import NO_RAMP, Ramp, geometric_ramp, linear_ramp
 from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.recompute_program import polish
 from infinipipe.planner.passes.schedule import (
@@ -69,10 +63,10 @@ RIVALS = (plan_paper, plan_chunkflow, plan_seq1f1b, plan_terapipe, plan_1f1b, pl
 
 
 Grading = Literal["geometric", "linear", "no"]
-_GRADES: dict[Grading, Callable[[int], Grades]] = {
-    "geometric": geometric_grades,
-    "linear": linear_grades,
-    "no": lambda _: NO_GRADES,
+_GRADES: dict[Grading, Callable[[int], Ramp]] = {
+    "geometric": geometric_ramp,
+    "linear": linear_ramp,
+    "no": lambda _: NO_RAMP,
 }
 
 
@@ -376,9 +370,9 @@ class Climb:
                 if candidate.attention
                 else min(self._max_tokens, math.ceil(work.reach(0, target)))
             )
-            grades = _GRADES[candidate.grading](self._problem.pipeline.num_stages)
+            ramp = _GRADES[candidate.grading](self._problem.pipeline.num_stages)
             chunks = cut_chunks(
-                self._problem, work, target, max_tokens, even=candidate.even, grades=grades
+                self._problem, work, target, max_tokens, even=candidate.even, ramp=ramp
             )
             self._priced[key] = price(self._problem, chunks)
         return self._priced[key]

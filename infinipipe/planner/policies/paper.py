@@ -24,8 +24,9 @@ import numpy as np
 from infinipipe.aliases import Ints
 from infinipipe.costs.sizes import most_chunk_tokens
 from infinipipe.ir import Chunk, Search, Slice
-from infinipipe.planner.passes.chunking import Bin, Chunks, join_chunks
+from infinipipe.planner.passes.chunking import Chunks, join_chunks
 from infinipipe.planner.passes.order import join_leads, stage_leads
+from infinipipe.planner.passes.packing import Bin
 from infinipipe.planner.passes.recompute import Shortage, StageMemory
 from infinipipe.planner.passes.schedule import (
     NOTHING,
