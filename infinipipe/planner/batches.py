@@ -21,7 +21,8 @@ def global_batches(num_rows: int, batch_size: int, num_steps: int, seed: int) ->
     stages, nor replicas move a row to another step.
     """
     # Named, as numpy may change which generator is its default, and with it every plan.
-    generator = np.random.Generator(np.random.PCG64(seed))
+    bits = np.random.PCG64(seed)
+    generator = np.random.Generator(bits)
     steps_left = num_steps
     while steps_left > 0:
         epoch = generator.permutation(num_rows)

@@ -40,8 +40,12 @@ class Chunks:
     @classmethod
     def of_chains(cls, chains: SequenceOf[SequenceOf[Chunk]]) -> Chunks:
         """Number the chunks of some chains, those of the first chain first."""
-        chunks = tuple(chunk for chain in chains for chunk in chain)
-        return cls(chunks, tuple(map(len, chains)))
+        chunks: list[Chunk] = []
+        sizes: list[int] = []
+        for chain in chains:
+            chunks += chain
+            sizes.append(len(chain))
+        return cls(tuple(chunks), tuple(sizes))
 
     @property
     def chain_ends(self) -> list[int]:
@@ -93,6 +97,7 @@ def cut_chunks(
             bounds = mesh.cut(whole.length)
             sliced.append(_slices(whole.sequence, bounds))
 
+    # Each tail has a bin of its own: two in one chunk would chain two long sequences.
     tails = [_tail_bin(slices[-1], work) for slices in sliced]
     packing = pack(shorts, tails, work, target, max_tokens, ramp)
     split_chains = [
@@ -112,16 +117,24 @@ def cut_chunks(
 
 def _longest_first(problem: Problem) -> list[Slice]:
     """Return the replica's sequences as one slice each."""
-    wholes = [Slice(member, 0, problem.sequences[member].length) for member in problem.members]
+    wholes: list[Slice] = []
+    for member in problem.members:
+        length = problem.sequences[member].length
+        wholes.append(Slice(member, 0, length))
     return sorted(wholes, key=lambda whole: (-whole.length, whole.sequence))
 
 
 def _slices(sequence: int, bounds: SequenceOf[int]) -> list[Slice]:
-    return [Slice(sequence, start, stop - start) for start, stop in pairwise(bounds)]
+    slices: list[Slice] = []
+    for start, stop in pairwise(bounds):
+        length = stop - start
+        slices.append(Slice(sequence, start, length))
+    return slices
 
 
 def _tail_bin(tail: Slice, work: Work) -> Bin:
-    return Bin(work.between(tail.start, tail.stop), tail.length, [tail])
+    tail_work = work.between(tail.start, tail.stop)
+    return Bin(tail_work, tail.length, [tail])
 
 
 def _chain(heads: SequenceOf[Slice], tail: Bin) -> list[Chunk]:
@@ -142,19 +155,24 @@ class _Mesh:
     def boundary(self, number: int) -> int:
         """Return where the slice of that number, from 1, ends."""
         while len(self._boundaries) <= number:
-            last = self._boundaries[-1]
-            by_work = self._work.reach(last, self._target)
-            by_tokens = last + self._max_tokens
-            reach = round(min(by_work, by_tokens))
-            # A slice has at least one token, whatever its work.
-            self._boundaries.append(max(reach, last + 1))
+            following = self._following(self._boundaries[-1])
+            self._boundaries.append(following)
         return self._boundaries[number]
+
+    def _following(self, last: int) -> int:
+        by_work = self._work.reach(last, self._target)
+        by_tokens = last + self._max_tokens
+        reach = round(min(by_work, by_tokens))
+        # A slice has at least one token, whatever its work.
+        return max(reach, last + 1)
 
     def cut(self, length: int) -> list[int]:
         """Return the boundaries of a sequence's slices, from 0 to its length."""
         bounds = [0]
-        while self.boundary(len(bounds)) < length:
-            bounds.append(self.boundary(len(bounds)))
+        end = self.boundary(1)
+        while end < length:
+            bounds.append(end)
+            end = self.boundary(len(bounds))
         if len(bounds) > 1 and self._joins(bounds, length):
             bounds.pop()
         return [*bounds, length]
@@ -162,8 +180,11 @@ class _Mesh:
     def _joins(self, bounds: SequenceOf[int], length: int) -> bool:
         """Return whether the tail is so small that it joins the slice before it."""
         joined_tokens = length - bounds[-2]
+        if joined_tokens > self._max_tokens:
+            return False
         tail_work = self._work.between(bounds[-1], length)
-        return joined_tokens <= self._max_tokens and tail_work < _LEAST_TAIL * self._target
+        least_work = _LEAST_TAIL * self._target
+        return tail_work < least_work
 
 
 def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[int]:
@@ -176,7 +197,9 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
     total = bare.between(0, length)
     count_by_work = math.ceil(total / target / _STRETCH)
     count_by_tokens = -(-length // max_tokens)
-    count = min(length, max(1, count_by_work, count_by_tokens))
+    wanted = max(1, count_by_work, count_by_tokens)
+    # A slice has at least one token.
+    count = min(length, wanted)
     bounds = [0]
     for num_left in range(count, 1, -1):
         last = bounds[-1]
@@ -184,7 +207,9 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
         reach = round(bare.reach(last, share))
         # Every later slice needs a token and can take no more than the most.
         num_later = num_left - 1
-        least = max(last + 1, length - num_later * max_tokens)
+        most_later = num_later * max_tokens
+        least = max(last + 1, length - most_later)
         most = min(last + max_tokens, length - num_later)
-        bounds.append(min(max(reach, least), most))
+        bound = min(max(reach, least), most)
+        bounds.append(bound)
     return [*bounds, length]

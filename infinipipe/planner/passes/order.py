@@ -29,9 +29,12 @@ def backward_order(chunks: Chunks) -> Ints:
     """Return the chunks in the order of B."""
     ends = _chain_ends(chunks)
     sizes = np.array(chunks.chains, dtype=np.int64)
-    starts = ends - np.repeat(sizes, sizes)
+    sizes_of_own_chain = np.repeat(sizes, sizes)
+    starts = ends - sizes_of_own_chain
+    places = np.arange(len(ends))
     # Mirrored within its chain: the place x of [start, end) holds start + end - 1 - x.
-    return np.asarray(starts + ends - 1 - np.arange(len(ends)))
+    lasts = ends - 1
+    return np.asarray(starts + lasts - places)
 
 
 def stage_leads(chunks: Chunks, num_stages: int, window: Window, depth: int) -> Ints:
@@ -40,15 +43,19 @@ def stage_leads(chunks: Chunks, num_stages: int, window: Window, depth: int) -> 
     A stage runs one F more ahead than the next one, up to `depth` more than the last.
     """
     last_stage = _last_stage_leads(chunks, window)
-    ahead = np.minimum(_stages_after(num_stages), depth)
-    return np.asarray(np.minimum(last_stage + ahead[:, None], len(last_stage)))
+    num_chunks = len(last_stage)
+    stages_after = _stages_after(num_stages)
+    ahead = np.minimum(stages_after, depth)[:, None]
+    leads = np.minimum(last_stage + ahead, num_chunks)
+    return np.asarray(leads)
 
 
 def _last_stage_leads(chunks: Chunks, window: Window) -> Ints:
     match window:
         case "uniform":
+            longest = max(chunks.chains, default=0)
             places = np.arange(len(chunks.chain_ends))
-            return np.asarray(places + max(chunks.chains, default=0))
+            return np.asarray(places + longest)
         case "adaptive":
             return adaptive_window(chunks, 1)
 
@@ -63,19 +70,22 @@ def adaptive_window(chunks: Chunks, burst: int) -> Ints:
     steady = burst * np.arange(len(ends))
     # B of a chain waits for all its F. What that asks for beyond a steady burst, earlier B prepare.
     beyond = ends - steady
-    most_beyond_from_here = np.maximum.accumulate(beyond[::-1])[::-1]
-    return np.asarray(most_beyond_from_here + steady)
+    backwards = beyond[::-1]
+    most_from_here = np.maximum.accumulate(backwards)[::-1]
+    return np.asarray(most_from_here + steady)
 
 
 def flush_leads(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
     """Return leads that run all F of a round before its first B; a round ends with a chain."""
     ends = _chain_ends(chunks)
-    even_ends = np.ceil(np.arange(1, rounds + 1) * len(ends) / rounds)
-    chains_there = np.searchsorted(ends, even_ends)
+    numbers = np.arange(1, rounds + 1)
+    even_ends = np.ceil(numbers * len(ends) / rounds)
+    chunks_there = np.searchsorted(ends, even_ends)
     # Rounds that would end within the same chain are one.
-    round_ends = np.unique(ends[chains_there])
-    end_of_own_round = round_ends[np.searchsorted(round_ends, ends)]
-    return np.tile(end_of_own_round, (num_stages, 1))
+    round_ends = np.unique(ends[chunks_there])
+    own_rounds = np.searchsorted(round_ends, ends)
+    leads = round_ends[own_rounds]
+    return np.tile(leads, (num_stages, 1))
 
 
 def join_leads(parts: SequenceOf[Ints]) -> Ints:
@@ -97,11 +107,14 @@ def overlap_leads(leads: Ints, ends: SequenceOf[int]) -> Ints:
     """
     num_stages, num_chunks = leads.shape
     places = np.arange(num_chunks)
-    part_ends = np.array(ends)[np.searchsorted(ends, places, side="right")]
+    own_parts = np.searchsorted(ends, places, side="right")
+    part_ends = np.array(ends)[own_parts]
     num_left = part_ends - places
+    # In 1F1B the last B of a part have no F between them, one for each stage that comes after.
     ahead = _stages_after(num_stages)[:, None]
     as_in_1f1b = np.minimum(places + 1 + ahead, num_chunks)
-    return np.asarray(np.where(num_left <= ahead, np.maximum(leads, as_in_1f1b), leads))
+    overlapped = np.maximum(leads, as_in_1f1b)
+    return np.asarray(np.where(num_left <= ahead, overlapped, leads))
 
 
 def _chain_ends(chunks: Chunks) -> Ints:

@@ -36,6 +36,10 @@ class Bin:
         """What is in it."""
         return Chunk(tuple(self.slices))
 
+    def has_room(self, slice_: Slice, max_tokens: int) -> bool:
+        """Return whether a slice can be put in without exceeding so many tokens."""
+        return self.tokens + slice_.length <= max_tokens
+
     def add(self, slice_: Slice, work: float) -> None:
         """Put a slice of so much work in."""
         self.work += work
@@ -44,7 +48,8 @@ class Bin:
 
     def copy(self) -> Bin:
         """Return a bin of the same slices that can be filled by itself."""
-        return Bin(self.work, self.tokens, list(self.slices))
+        slices = list(self.slices)
+        return Bin(self.work, self.tokens, slices)
 
 
 @dataclass(frozen=True)
@@ -80,32 +85,38 @@ def pack(
         max_tokens: of any bin.
         ramp: sizes of the first and last new bins, as far as there is work for them.
     """
-    weighed = [(slice_, work.between(0, slice_.length)) for slice_ in shorts]
+    works = [work.between(0, slice_.length) for slice_ in shorts]
+    weighed = list(zip(shorts, works, strict=True))
     lacking = sum(max(0.0, target - tail.work) for tail in tails)
     # Negative if the tails lack more than there is.
-    new_work = sum(seconds for _, seconds in weighed) - lacking
-    fitting = ramp.within(new_work / target)
-    num_full = max(0, math.ceil(new_work / target - fitting.total - _ROUNDING))
+    new_work = sum(works) - lacking
+    in_full_bins = new_work / target
+    fitting = ramp.within(in_full_bins)
+    num_full = math.ceil(in_full_bins - fitting.total - _ROUNDING)
+    num_full = max(0, num_full)
     capacities = _capacities(new_work, fitting, num_full)
     bins = _pack_balanced(weighed, tails, target, capacities, max_tokens)
-    if len(bins) > len(tails) + len(capacities):
+    num_tails = len(tails)
+    if len(bins) > num_tails + len(capacities):
         fitted = _pack_first_fit(weighed, tails, max_tokens)
         if len(fitted) <= len(bins):
-            return Packing(fitted[: len(tails)], [], fitted[len(tails) :], [])
-    return _in_parts(bins, len(tails), fitting, num_full)
+            return _in_parts_without_ramp(fitted, num_tails)
+    return _in_parts(bins, num_tails, fitting, num_full)
 
 
 def _capacities(new_work: float, ramp: Ramp, num_full: int) -> list[float]:
     """Share the work out to new bins: evenly, rather than leave what lacks to the last full one."""
-    shares = [*ramp.up, *[1.0] * num_full, *ramp.down]
+    full = [1.0] * num_full
+    shares = [*ramp.up, *full, *ramp.down]
     if not shares:
         return []
-    full_work = new_work / (ramp.total + num_full)
+    total = ramp.total + num_full
+    full_work = new_work / total
     return [full_work * share for share in shares]
 
 
 def _in_parts(bins: SequenceOf[Bin], num_tails: int, ramp: Ramp, num_full: int) -> Packing:
-    """Tell the bins apart: tails, those that `_capacities` asked for, then any number of others."""
+    """Tell bins apart: tails, those that `_capacities` asked for, then any number of others."""
     ordered = iter(bins)
     tails = list(islice(ordered, num_tails))
     ramp_up = list(islice(ordered, len(ramp.up)))
@@ -115,6 +126,13 @@ def _in_parts(bins: SequenceOf[Bin], num_tails: int, ramp: Ramp, num_full: int) 
     full += ordered
     full.sort(key=lambda each: -each.work)
     return Packing(tails, _filled(ramp_up), _filled(full), _filled(ramp_down))
+
+
+def _in_parts_without_ramp(bins: list[Bin], num_tails: int) -> Packing:
+    # Where the token limit fills the bins, none is left small for a ramp.
+    tails = bins[:num_tails]
+    full = bins[num_tails:]
+    return Packing(tails, [], full, [])
 
 
 def _filled(bins: list[Bin]) -> list[Bin]:
@@ -142,8 +160,9 @@ def _pack_balanced(
     heapq.heapify(heap)
     for slice_, seconds in shorts:
         without_room: list[tuple[float, int]] = []
-        while heap and bins[heap[0][1]].tokens + slice_.length > max_tokens:
-            without_room.append(heapq.heappop(heap))
+        while heap and not bins[heap[0][1]].has_room(slice_, max_tokens):
+            entry = heapq.heappop(heap)
+            without_room.append(entry)
         if heap:
             _, index = heapq.heappop(heap)
         else:
@@ -151,7 +170,8 @@ def _pack_balanced(
             bins.append(Bin())
             wanted.append(target)
         bins[index].add(slice_, seconds)
-        heapq.heappush(heap, (bins[index].work - wanted[index], index))
+        above = bins[index].work - wanted[index]
+        heapq.heappush(heap, (above, index))
         # A shorter slice may still fit in.
         for entry in without_room:
             heapq.heappush(heap, entry)
@@ -164,7 +184,7 @@ def _pack_first_fit(
     """Put each slice into the first bin that has room for its tokens, tails' bins first."""
     bins = [tail.copy() for tail in tails]
     for slice_, seconds in shorts:
-        with_room = (each for each in bins if each.tokens + slice_.length <= max_tokens)
+        with_room = (each for each in bins if each.has_room(slice_, max_tokens))
         first = next(with_room, None)
         if first is None:
             first = Bin()

@@ -63,7 +63,8 @@ NO_RAMP = Ramp()
 
 def linear_ramp(num_stages: int) -> Ramp:
     """Return as many steps at each end as there are stages before the last."""
-    shares = tuple(step / num_stages for step in range(1, num_stages))
+    steps = range(1, num_stages)
+    shares = tuple(step / num_stages for step in steps)
     return Ramp(shares, shares[::-1])
 
 
