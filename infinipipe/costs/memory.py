@@ -53,7 +53,7 @@ class StageMemory:
     boundary_bytes: Floats
     """(chunks,) the input that a recomputed layer still keeps."""
     slot_gradient_bytes: Floats
-    """(chunks,) each layer's gradients of K and V that the chunk's B brings, 0 if another's does."""
+    """(chunks,) each layer's gradients of K and V that the chunk's B brings, 0 if another does."""
     weight_input_bytes: Floats
     """(chunks,) what the chunk's I leaves of each layer for its W, 0 if it has a B."""
     recompute_transient_bytes: Floats
@@ -142,7 +142,7 @@ def stage_memory(
     program: PackedProgram,
     input_weight: InputWeightCosts | None = None,
 ) -> StageMemory:
-    """Return the ledger of one stage's program; `input_weight` prices its I and W, if it has any."""
+    """Return the ledger of one stage's program; `input_weight` prices its I and W, if any."""
     stage = held.stage
     num_chunks = len(costed.boundary_bytes)
     gradients = np.zeros(num_chunks)

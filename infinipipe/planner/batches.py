@@ -45,7 +45,9 @@ class Batches:
         self._rows = rows
         self._batch_size = batch_size
         self._num_steps = num_steps
-        self._generator = np.random.Generator(np.random.PCG64(seed))
+        # Named, as numpy may change which generator is its default, and with it every plan.
+        bits = np.random.PCG64(seed)
+        self._generator = np.random.Generator(bits)
         self._first_epoch = self._generator.permutation(len(rows.lengths))
 
     def steps(self, first: int = 0) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES
 from infinipipe.profiles import Profile
 
 DEFAULT_BATCH_SIZE = 512
+"""Sequences in a step, as in the evaluation of InfiniPipe (arXiv 2509.21275)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +36,18 @@ class CompileOptions:
     loss_norm: LossNorm = "token"
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("--stages", self.num_stages),
-            ("--replicas", self.num_replicas),
-            ("--batch-size", self.batch_size),
-            ("--steps", self.num_steps),
-        ):
-            if value is not None and value < 1:
-                raise InputError(f"{option} {value}: at least 1 is needed")
+        _check_count("--stages", self.num_stages)
+        _check_count("--replicas", self.num_replicas)
+        _check_count("--batch-size", self.batch_size)
+        _check_count("--steps", self.num_steps)
         if self.seed < 0:
             raise InputError(f"--seed {self.seed}: a number from 0 up is needed")
-        if self.memory_limit_bytes is not None and min(self.memory_limit_bytes, default=0) < 1:
+        limits = self.memory_limit_bytes
+        if limits is not None and min(limits, default=0) < 1:
             raise InputError("--memory: a positive size for every stage is needed, such as 80GiB")
         if self.policy not in POLICIES:
-            raise InputError(
-                f"--policy {self.policy}: no such policy; there are {', '.join(POLICIES)}"
-            )
+            policies = ", ".join(POLICIES)
+            raise InputError(f"--policy {self.policy}: no such policy; there are {policies}")
         if self.loss_norm not in ("token", "sequence"):
             raise InputError(f"--loss-norm {self.loss_norm}: token or sequence is needed")
 
@@ -105,6 +102,11 @@ class CompileOptions:
                 "stage"
             )
         return given
+
+
+def _check_count(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise InputError(f"{option} {value}: at least 1 is needed")
 
 
 @dataclass(frozen=True, kw_only=True)

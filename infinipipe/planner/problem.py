@@ -20,7 +20,7 @@ class Pipeline:
     limits: tuple[int, ...]
     """Bytes per stage."""
     context_tokens: int
-    """The longest sequence of all steps: systems with fixed shapes pack micro-batches of so many."""
+    """The longest sequence of all steps: systems with fixed shapes pack micro-batches as long."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:

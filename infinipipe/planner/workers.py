@@ -1,4 +1,4 @@
-"""Runs a pure function over many tasks in worker processes, results in the tasks' order."""
+"""Worker processes: they run a pure function over many tasks, results in the tasks' order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _AHEAD = 4
-"""Tasks given out per worker before their results are taken, so that none waits and memory stays bounded."""
+"""Tasks per worker that are given out before the first result is taken.
+
+Results are taken in order, so behind a slow task the other workers go on with what is given out.
+More of it would keep them busy for longer, but every finished result waits in memory.
+"""
 
 
 def ordered_map(
     function: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int
 ) -> Iterator[Result]:
     """Yield `function(task)` for every task in order, whatever the number of workers.
+
+    With one worker, all runs in this process.
 
     Raises:
         RunError: a worker died. What the function raises comes through as it is.
@@ -33,14 +39,16 @@ def ordered_map(
         return
     waiting: deque[Future[Result]] = deque()
     source = iter(tasks)
-    pool = ProcessPoolExecutor(
-        num_workers, multiprocessing.get_context("spawn"), initializer=_leave_interrupts
-    )
+    # Spawned, not forked: a fork copies locks that another thread holds, and nobody unlocks them.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, initializer=_ignore_interrupts)
     try:
-        waiting.extend(pool.submit(function, task) for task in islice(source, _AHEAD * num_workers))
+        for task in islice(source, _AHEAD * num_workers):
+            waiting.append(pool.submit(function, task))
         while waiting:
             yield waiting.popleft().result()
-            waiting.extend(pool.submit(function, task) for task in islice(source, 1))
+            for task in islice(source, 1):
+                waiting.append(pool.submit(function, task))
     except BrokenProcessPool:
         raise RunError(
             "a planning process died; if memory ran out, compile again with fewer --workers"
@@ -49,6 +57,6 @@ def ordered_map(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
+def _ignore_interrupts() -> None:
     """Let only the process that the user sees answer Ctrl-C; it ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

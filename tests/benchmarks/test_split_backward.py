@@ -20,7 +20,6 @@ from infinipipe.ir import Header, Op, OpKind, Replica, Step, loss_denominator
 from infinipipe.ir.text import show_program
 from infinipipe.ir.verify import verify_header, verify_step
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
-from infinipipe.planner.passes.order import Window, stage_leads
 from infinipipe.planner.passes.schedule import (
     Schedule,
     fit_schedule,
@@ -31,7 +30,7 @@ from infinipipe.planner.passes.schedule import (
 from infinipipe.planner.problem import Problem, average_work
 from infinipipe.planner.split_backward import split_backwards
 from infinipipe.profiles import Curve, LayerTime, Line, pack_profile
-from tests.planner.toys import ROOMY, toy_problem
+from tests.planner.toys import ROOMY, TOY_WINDOWS, ToyWindow, toy_leads, toy_problem
 from tests.plans import make_header
 
 NO_ATTENTION = {"s_per_pair": 0.0, "s_per_slice": 0.0}
@@ -62,7 +61,7 @@ def replace_curve(curve: Curve, scale: float) -> Curve:
     return Curve(tokens=curve.tokens, seconds=tuple(scale * seconds for seconds in curve.seconds))
 
 
-def ordered(problem: Problem, parts: int, window: Window) -> Schedule | None:
+def ordered(problem: Problem, parts: int, window: ToyWindow) -> Schedule | None:
     """Cut into so many parts, order by a window and recompute what memory asks for; None if that is not enough."""
     pipeline = problem.pipeline
     work = average_work(pipeline.profile, pipeline.num_stages)
@@ -72,9 +71,9 @@ def ordered(problem: Problem, parts: int, window: Window) -> Schedule | None:
     return scheduled(problem, chunks, window)
 
 
-def scheduled(problem: Problem, chunks: Chunks, window: Window) -> Schedule | None:
+def scheduled(problem: Problem, chunks: Chunks, window: ToyWindow) -> Schedule | None:
     priced, num_stages = price(problem, chunks), problem.pipeline.num_stages
-    leads = stage_leads(chunks, num_stages, window, num_stages)
+    leads = toy_leads(chunks, num_stages, window, num_stages)
     found = fit_schedule(problem, priced, order_memories(problem, priced, leads))
     return found if isinstance(found, Schedule) else None
 
@@ -114,7 +113,7 @@ CASES = st.tuples(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
     st.integers(1, 12),
-    st.sampled_from(["adaptive", "uniform", "serial"]),
+    st.sampled_from(TOY_WINDOWS),
     st.floats(0.0, 1.0),
 )
 
@@ -122,7 +121,7 @@ CASES = st.tuples(
 @settings(max_examples=40)
 @given(CASES)
 def test_valid_within_memory_as_predicted_and_never_slower(
-    case: tuple[list[int], list[int], int, Window, float],
+    case: tuple[list[int], list[int], int, ToyWindow, float],
 ) -> None:
     lengths, counts, parts, window, share = case
     problem = with_prices(toy_problem(lengths, counts))
@@ -178,7 +177,7 @@ def equal_chunks(num_stages: int, num_chunks: int, room_bytes: float = ROOMY) ->
     )
 
 
-def equal_schedule(problem: Problem, window: Window = "adaptive") -> Schedule:
+def equal_schedule(problem: Problem, window: ToyWindow = "adaptive") -> Schedule:
     work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
     found = scheduled(
         problem, cut_chunks(problem, replace(work, s_per_token=1.0), 8.0, 8, even=True), window

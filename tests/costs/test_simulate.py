@@ -11,31 +11,13 @@ from hypothesis import strategies as st
 from infinipipe.costs.simulate import DIRECTIONS, STAY, Timeline, simulate
 from infinipipe.ir import Op, OpKind
 from infinipipe.ir.text import parse_program
-from infinipipe.planner.passes.chunking import Chunks
-from infinipipe.planner.passes.order import (
-    Window,
-    backward_order,
-    interleave,
-    make_program,
-    stage_leads,
-)
-
-
-def programs_of(
-    chains: tuple[int, ...], num_stages: int, window: Window, depth: int
-) -> list[tuple[Op, ...]]:
-    chunks = Chunks(chunks=(), chains=chains)
-    backwards = backward_order(chunks)
-    return [
-        make_program(*(column.tolist() for column in interleave(lead, backwards)))
-        for lead in stage_leads(chunks, num_stages, window, depth)
-    ]
+from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_programs
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_chunks", [1, 3, 20])
 def test_1f1b_takes_the_textbook_time(num_stages: int, num_chunks: int) -> None:
-    programs = programs_of((1,) * num_chunks, num_stages, "adaptive", num_stages)
+    programs = toy_programs((1,) * num_chunks, num_stages, "adaptive", num_stages)
     seconds = [
         [1.0 if op.kind == OpKind.FORWARD else 2.0 for op in program] for program in programs
     ]
@@ -73,7 +55,7 @@ def test_a_deadlock_is_our_fault() -> None:
 PLANS = st.tuples(
     st.lists(st.integers(1, 4), min_size=1, max_size=6).map(tuple),
     st.integers(1, 5),
-    st.sampled_from(["adaptive", "uniform", "serial"]),
+    st.sampled_from(TOY_WINDOWS),
     st.integers(0, 5),
     st.integers(0, 2**32),
 )
@@ -97,10 +79,10 @@ def split_some(program: tuple[Op, ...], generator: np.random.Generator) -> tuple
 @pytest.mark.parametrize("split", [False, True])
 @given(plan=PLANS)
 def test_equals_the_longest_path(
-    split: bool, plan: tuple[tuple[int, ...], int, Window, int, int]
+    split: bool, plan: tuple[tuple[int, ...], int, ToyWindow, int, int]
 ) -> None:
     chains, num_stages, window, depth, seed = plan
-    programs = programs_of(chains, num_stages, window, depth)
+    programs = toy_programs(chains, num_stages, window, depth)
     generator = np.random.default_rng(seed)
     if split:
         programs = [split_some(program, generator) for program in programs]

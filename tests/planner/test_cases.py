@@ -36,8 +36,9 @@ from infinipipe.planner.batches import global_batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.passes.chunking import cut_chunks, pack
+from infinipipe.planner.passes.chunking import cut_chunks
 from infinipipe.planner.passes.order import stage_leads
+from infinipipe.planner.passes.packing import pack
 from infinipipe.planner.passes.partition import make_stages, partition_layers
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 from infinipipe.planner.passes.schedule import Schedule, make_replica, order_memories, price

@@ -1,4 +1,4 @@
-"""Chunks: every token once, equal work, no more tokens than allowed, no more bins than first fit decreasing."""
+"""Chunks: every token once, equal work, no more tokens than allowed, few bins."""
 
 from __future__ import annotations
 
@@ -9,35 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.ir import Slice, chunk_chains
-from infinipipe.planner.passes.chunking import (
-    NO_GRADES,
-    Bin,
-    Chunks,
-    Grades,
-    cut_chunks,
-    cut_evenly,
-    geometric_grades,
-    linear_grades,
-    pack,
-)
-from infinipipe.planner.problem import Problem, Work, average_work
-from tests.planner.toys import draw_lengths, toy_problem
+from infinipipe.ir import Chunk, Slice, chunk_chains
+from infinipipe.planner.passes.chunking import Chunks, cut_chunks, cut_evenly, join_chunks
+from infinipipe.planner.passes.ramp import NO_RAMP, Ramp, geometric_ramp, linear_ramp
+from infinipipe.planner.problem import Work
+from tests.planner.toys import cut, draw_lengths, toy_problem
 
 LINEAR = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
 ATTENTION = Work(s_per_token=1e-12, s_per_pair=1.0, s_per_slice=0.0)
-
-
-def cut(
-    problem: Problem,
-    parts: float,
-    max_tokens: int = 10**6,
-    even: bool = False,
-    grades: Grades = NO_GRADES,
-) -> tuple[Chunks, Work, float]:
-    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
-    target = float(work.whole(problem.lengths).sum()) / parts
-    return cut_chunks(problem, work, target, max_tokens, even=even, grades=grades), work, target
 
 
 @given(
@@ -46,30 +25,32 @@ def cut(
     st.integers(1, 400),
     st.booleans(),
     st.sampled_from(
-        [NO_GRADES, linear_grades(3), linear_grades(5), geometric_grades(2), geometric_grades(8)]
+        [NO_RAMP, linear_ramp(3), linear_ramp(5), geometric_ramp(2), geometric_ramp(8)]
     ),
 )
 def test_every_token_once_and_chains_in_order(
-    lengths: list[int], parts: float, max_tokens: int, even: bool, grades: Grades
+    lengths: list[int], parts: float, max_tokens: int, even: bool, ramp: Ramp
 ) -> None:
     problem = toy_problem(lengths, [3, 3])
-    chunks, _, _ = cut(problem, parts, max_tokens, even, grades)
+    chunks, _, _ = cut(problem, parts, max_tokens, even, ramp)
     seen: dict[int, list[Slice]] = {}
     for chunk in chunks.chunks:
         assert 1 <= chunk.num_tokens <= max_tokens
-        assert sum(piece.length != lengths[piece.sequence] for piece in chunk.slices) <= 1
-        for piece in chunk.slices:
-            seen.setdefault(piece.sequence, []).append(piece)
+        assert sum(each.length != lengths[each.sequence] for each in chunk.slices) <= 1
+        for each in chunk.slices:
+            seen.setdefault(each.sequence, []).append(each)
     assert sorted(seen) == list(range(len(lengths)))
-    for sequence, pieces in seen.items():
-        assert [0, *(p.stop for p in pieces)] == [*(p.start for p in pieces), lengths[sequence]]
+    for sequence, slices in seen.items():
+        starts = [each.start for each in slices]
+        stops = [each.stop for each in slices]
+        assert [0, *stops] == [*starts, lengths[sequence]]
     # Chunks are numbered chain by chain, the longest chain first.
     assert [len(chain) for chain in chunk_chains(chunks.chunks, problem.sequences)] == list(
         chunks.chains
     )
     long = [size for size in chunks.chains if size > 1]
     assert long == sorted(long, reverse=True)
-    assert grades.growing or list(chunks.chains) == sorted(chunks.chains, reverse=True)
+    assert ramp.up or list(chunks.chains) == sorted(chunks.chains, reverse=True)
 
 
 @pytest.mark.parametrize("even", [False, True])
@@ -135,9 +116,9 @@ def test_real_lengths_pack_evenly(seed: int, parts: int) -> None:
     assert works.max() < 1.25 * works.mean()
 
 
-def test_graded_chunks_grow_and_shrink() -> None:
+def test_the_first_chunks_grow_and_the_last_shrink() -> None:
     problem = toy_problem([350, *[5] * 300], [3, 3])
-    chunks, work, target = cut(problem, 20, grades=linear_grades(4))
+    chunks, work, target = cut(problem, 20, ramp=linear_ramp(4))
     works = [
         sum(work.between(p.start, p.stop) for p in chunk.slices) / target for chunk in chunks.chunks
     ]
@@ -145,60 +126,6 @@ def test_graded_chunks_grow_and_shrink() -> None:
     assert works[3:-3] == pytest.approx([1.0] * (len(works) - 6), abs=0.06)
     assert works[-3:] == pytest.approx([0.75, 0.5, 0.25], abs=0.05)
     assert chunks.chains[:4] == (1, 1, 1, max(chunks.chains))
-
-
-def test_geometric_grades_grow_fast_and_shrink_slowly() -> None:
-    grades = geometric_grades(4)
-    assert grades.growing[:3] == pytest.approx((0.05, 0.075, 0.1125))
-    assert grades.shrinking[-3:] == pytest.approx((0.05 * 1.175**2, 0.05 * 1.175, 0.05))
-    assert 1 / 1.5 < grades.growing[-1] < 1
-    assert 1 / 1.175 < grades.shrinking[0] < 1
-    assert len(grades.growing) < len(grades.shrinking)
-    assert geometric_grades(1) == linear_grades(1) == NO_GRADES
-
-
-def test_too_little_work_for_all_grades_drops_the_largest() -> None:
-    assert Grades((0.2, 0.6), (0.7, 0.3)).within(1.2) == Grades((0.2, 0.6), (0.3,))
-    assert Grades((0.2, 0.6), (0.7, 0.3)).within(0.6) == Grades((0.2,), (0.3,))
-    assert Grades((0.2, 0.6), (0.7, 0.3)).within(-1.0) == NO_GRADES
-
-
-def first_fit_decreasing(lengths: list[int], capacity: int) -> int:
-    bins: list[int] = []
-    for length in sorted(lengths, reverse=True):
-        place = next((i for i, tokens in enumerate(bins) if tokens + length <= capacity), None)
-        if place is None:
-            bins.append(length)
-        else:
-            bins[place] += length
-    return len(bins)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 120))
-def test_strict_packing_needs_no_more_bins_than_first_fit_decreasing(
-    lengths: list[int], capacity: int
-) -> None:
-    shorts = [Slice(i, 0, length) for i, length in enumerate(sorted(lengths, reverse=True))]
-    packed = pack(shorts, [], LINEAR, capacity, capacity).full
-    assert len(packed) <= first_fit_decreasing(lengths, capacity)
-    assert all(sum(p.length for p in each.slices) == each.tokens <= capacity for each in packed)
-    assert sorted(p.sequence for each in packed for p in each.slices) == list(range(len(lengths)))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_real_lengths_need_no_more_bins_than_first_fit_decreasing(seed: int) -> None:
-    lengths = [min(length, 4096) for length in draw_lengths("wikipedia", 512, seed)]
-    shorts = [Slice(i, 0, length) for i, length in enumerate(sorted(lengths, reverse=True))]
-    for capacity in (4096, 8192, 16384):
-        assert len(pack(shorts, [], LINEAR, capacity, capacity).full) <= first_fit_decreasing(
-            lengths, capacity
-        )
-
-
-def test_packing_leaves_the_given_bins_alone() -> None:
-    tail = Bin(3.0, 3, [Slice(0, 5, 3)])
-    packed = pack([Slice(1, 0, 2)], [tail], LINEAR, 8, 8)
-    assert (tail.tokens, packed.tails[0].tokens, packed.full) == (3, 5, [])
 
 
 @given(st.integers(0, 10**6), st.integers(1, 10**5), st.floats(0, 1e-3))
@@ -215,3 +142,28 @@ def test_boundaries_rise() -> None:
             bounds = cut_evenly(length, LINEAR, target, 100)
             assert all(a < b for a, b in pairwise(bounds))
             assert (bounds[0], bounds[-1]) == (0, length)
+
+
+def test_chains_follow_one_another() -> None:
+    first, second, third = (Chunk((Slice(sequence, 0, 1),)) for sequence in range(3))
+    chunks = Chunks.of_chains([[first, second], (third,)])
+    assert chunks == Chunks((first, second, third), (2, 1))
+    assert chunks.chain_ends == [2, 2, 3]
+    parts = (Chunks.of_chains([chain]) for chain in ([first, second], [third]))
+    assert join_chunks(parts) == chunks
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "expected"),
+    [(204, 1000, [100, 104]), (205, 1000, [100, 100, 5]), (204, 103, [100, 100, 4])],
+)
+def test_a_tail_of_hardly_any_work_joins_the_slice_before_it_if_tokens_allow(
+    length: int, max_tokens: int, expected: list[int]
+) -> None:
+    chunks = cut_chunks(toy_problem([length], [3, 3]), LINEAR, 100.0, max_tokens)
+    assert [chunk.num_tokens for chunk in chunks.chunks] == expected
+
+
+def test_even_slices_stretch_a_little_rather_than_be_one_more() -> None:
+    assert cut_evenly(109, LINEAR, 100.0, 1000) == [0, 109]
+    assert cut_evenly(111, LINEAR, 100.0, 1000) == [0, 56, 111]

@@ -18,8 +18,7 @@ from infinipipe.planner.passes.order import (
 )
 from infinipipe.planner.passes.schedule import price
 from infinipipe.planner.problem import Ints
-from tests.planner.test_chunking import cut
-from tests.planner.toys import toy_problem
+from tests.planner.toys import cut, toy_problem
 
 
 def programs(leads: Ints, chunks: Chunks) -> list[tuple[Op, ...]]:

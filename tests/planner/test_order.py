@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,27 +12,19 @@ from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.ir.text import show_program
 from infinipipe.planner.passes.chunking import Chunks
 from infinipipe.planner.passes.order import (
-    Window,
+    adaptive_window,
     backward_order,
-    interleave,
-    make_program,
+    flush_leads,
     stage_leads,
 )
+from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_leads, toy_programs
 
 
-def shown(chains: tuple[int, ...], num_stages: int, window: Window, depth: int = 99) -> list[str]:
-    return [show_program(s, p) for s, p in enumerate(programs(chains, num_stages, window, depth))]
-
-
-def programs(
-    chains: tuple[int, ...], num_stages: int, window: Window, depth: int
-) -> list[tuple[object, ...]]:
-    chunks = Chunks(chunks=(), chains=chains)
-    backwards = backward_order(chunks)
-    return [
-        make_program(*(column.tolist() for column in interleave(lead, backwards)))
-        for lead in stage_leads(chunks, num_stages, window, depth)
-    ]
+def shown(
+    chains: tuple[int, ...], num_stages: int, window: ToyWindow, depth: int = 99
+) -> list[str]:
+    programs = toy_programs(chains, num_stages, window, depth)
+    return [show_program(stage, program) for stage, program in enumerate(programs)]
 
 
 def test_whole_sequences_run_1f1b() -> None:
@@ -60,18 +54,52 @@ def test_depth_limits_how_far_a_stage_runs_ahead() -> None:
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=12).map(tuple),
     st.integers(1, 6),
-    st.sampled_from(["adaptive", "uniform", "serial"]),
+    st.sampled_from(TOY_WINDOWS),
     st.integers(0, 8),
 )
 def test_never_a_deadlock_even_with_blocking_sends(
-    chains: tuple[int, ...], num_stages: int, window: Window, depth: int
+    chains: tuple[int, ...], num_stages: int, window: ToyWindow, depth: int
 ) -> None:
     # Uniform windows are the paper's, whose chains come longest first.
     ordered = tuple(sorted(chains, reverse=True))
-    assert not find_deadlock(programs(ordered, num_stages, window, depth))  # type: ignore[arg-type]
+    assert not find_deadlock(toy_programs(ordered, num_stages, window, depth))
 
 
-@pytest.mark.parametrize("window", ["adaptive", "uniform", "serial"])
-def test_no_chunks_no_ops(window: Window) -> None:
-    assert stage_leads(Chunks((), ()), 3, window, 3).shape == (3, 0)
+@pytest.mark.parametrize("window", TOY_WINDOWS)
+def test_no_chunks_no_ops(window: ToyWindow) -> None:
+    assert toy_leads(Chunks((), ()), 3, window, 3).shape == (3, 0)
     assert backward_order(Chunks((), ())).tolist() == []
+
+
+def test_a_round_ends_with_the_chain_that_its_even_share_ends_in() -> None:
+    chunks = Chunks((), (1, 4, 1, 2))
+    assert flush_leads(chunks, 2, 1).tolist() == [[8] * 8] * 2
+    assert flush_leads(chunks, 1, 2).tolist() == [[5] * 5 + [8] * 3]
+    # Both the first and the second quarter end in the chain of four.
+    assert flush_leads(chunks, 1, 4).tolist() == [[5] * 5 + [6] + [8] * 2]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12).map(tuple), st.integers(1, 4))
+def test_the_window_is_the_smallest_with_no_more_than_a_burst_between_two_b(
+    chains: tuple[int, ...], burst: int
+) -> None:
+    chunks = Chunks((), chains)
+    expected = chunks.chain_ends
+    for place in range(len(expected) - 2, -1, -1):
+        expected[place] = max(expected[place], expected[place + 1] - burst)
+    assert adaptive_window(chunks, burst).tolist() == expected
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=8).map(tuple),
+    st.integers(1, 5),
+    st.sampled_from(["adaptive", "uniform"]),
+)
+def test_stages_run_ahead_one_by_one(
+    chains: tuple[int, ...], num_stages: int, window: ToyWindow
+) -> None:
+    leads = stage_leads(Chunks((), chains), num_stages, window, num_stages)
+    num_chunks = sum(chains)
+    assert leads.shape == (num_stages, num_chunks)
+    for earlier, later in pairwise(leads.tolist()):
+        assert earlier == [min(lead + 1, num_chunks) for lead in later]

@@ -36,8 +36,7 @@ from infinipipe.planner.policies.tied_recompute import (
 from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from tests.planner.test_chunking import cut
-from tests.planner.toys import ROOMY, draw_lengths, toy_problem, toy_sequences
+from tests.planner.toys import ROOMY, cut, draw_lengths, toy_problem, toy_sequences
 
 RIVALS = [policy for policy in POLICIES if policy != DEFAULT_POLICY]
 

@@ -9,30 +9,30 @@ from hypothesis import strategies as st
 
 from infinipipe.costs.cost import replay_memory
 from infinipipe.planner.passes.chunking import cut_chunks
-from infinipipe.planner.passes.order import Window, make_program, stage_leads
+from infinipipe.planner.passes.order import make_program
 from infinipipe.planner.passes.recompute import StageMemory, fit_recompute
 from infinipipe.planner.passes.schedule import Priced, order_memories, price
 from infinipipe.planner.problem import Problem, average_work
-from tests.planner.toys import toy_problem
+from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_leads, toy_problem
 
 CASES = st.tuples(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
     st.integers(1, 12),
     st.booleans(),
-    st.sampled_from(["adaptive", "uniform", "serial"]),
+    st.sampled_from(TOY_WINDOWS),
     st.integers(0, 2**32),
 )
 
 
 def ordered(
-    problem: Problem, parts: int, even: bool, window: Window
+    problem: Problem, parts: int, even: bool, window: ToyWindow
 ) -> tuple[Priced, tuple[StageMemory, ...]]:
     pipeline = problem.pipeline
     work = average_work(pipeline.profile, pipeline.num_stages)
     target = float(work.whole(problem.lengths).sum()) / parts
     priced = price(problem, cut_chunks(problem, work, target, 1000, even=even))
-    leads = stage_leads(priced.chunks, pipeline.num_stages, window, pipeline.num_stages)
+    leads = toy_leads(priced.chunks, pipeline.num_stages, window, pipeline.num_stages)
     return priced, order_memories(problem, priced, leads)
 
 
@@ -55,7 +55,7 @@ def replayed(
 
 @given(CASES)
 def test_bytes_equal_the_cost_models_replay(
-    case: tuple[list[int], list[int], int, bool, Window, int],
+    case: tuple[list[int], list[int], int, bool, ToyWindow, int],
 ) -> None:
     lengths, counts, parts, even, window, seed = case
     problem = toy_problem(lengths, counts)
@@ -69,7 +69,7 @@ def test_bytes_equal_the_cost_models_replay(
 
 @given(CASES)
 def test_no_counts_need_less_than_the_least(
-    case: tuple[list[int], list[int], int, bool, Window, int],
+    case: tuple[list[int], list[int], int, bool, ToyWindow, int],
 ) -> None:
     lengths, counts, parts, even, window, seed = case
     _, memories = ordered(toy_problem(lengths, counts), parts, even, window)
@@ -93,7 +93,7 @@ def test_no_counts_need_less_than_the_least(
 
 @given(CASES)
 def test_fits_whenever_full_recompute_does(
-    case: tuple[list[int], list[int], int, bool, Window, int],
+    case: tuple[list[int], list[int], int, bool, ToyWindow, int],
 ) -> None:
     lengths, counts, parts, even, window, seed = case
     problem = toy_problem(lengths, counts)

@@ -1,4 +1,4 @@
-"""Small problems: a few short sequences on a small model whose costs keep the proportions of a large one."""
+"""Small problems: few short sequences, and a small model with the proportions of a large one."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import json
 from collections.abc import Sequence as SequenceOf
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 
+from infinipipe.aliases import Ints
 from infinipipe.costs.cost import static_bytes
-from infinipipe.ir import Sequence
+from infinipipe.ir import Op, Sequence
+from infinipipe.planner.passes.chunking import Chunks, cut_chunks
+from infinipipe.planner.passes.order import backward_order, interleave, make_program, stage_leads
 from infinipipe.planner.passes.partition import make_stages
-from infinipipe.planner.problem import Pipeline, Problem
+from infinipipe.planner.passes.ramp import NO_RAMP, Ramp
+from infinipipe.planner.problem import Pipeline, Problem, Work, average_work
 from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.models import model_from_config
+
+ToyWindow = Literal["adaptive", "uniform", "serial"]
+"""The product's windows, and one that ends a chain before it starts the next."""
+TOY_WINDOWS: tuple[ToyWindow, ...] = ("adaptive", "uniform", "serial")
 
 ROOMY = 2**62
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
@@ -24,7 +33,10 @@ _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 
 @cache
 def toy_profile(num_layers: int = 6) -> Profile:
-    """Return a profile in which one token of one layer takes 1 s in F and 2 s in B, attention and overhead some."""
+    """Return a profile in which one token of one layer takes 1 s in F and 2 s in B.
+
+    Attention and overhead take some as well.
+    """
     model = model_from_config("tiny", PRESETS["tiny"] | {"num_hidden_layers": num_layers})
     profile = analytic_profile(model, "a800-80g")
 
@@ -81,6 +93,40 @@ def toy_problem(
     return Problem(
         toy_pipeline(counts, room_bytes), toy_sequences(lengths), tuple(range(len(lengths)))
     )
+
+
+def cut(
+    problem: Problem,
+    parts: float,
+    max_tokens: int = 10**6,
+    even: bool = False,
+    ramp: Ramp = NO_RAMP,
+) -> tuple[Chunks, Work, float]:
+    """Cut into so many parts of equal work; return the chunks, the work and that of a part."""
+    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
+    target = float(work.whole(problem.lengths).sum()) / parts
+    return cut_chunks(problem, work, target, max_tokens, even=even, ramp=ramp), work, target
+
+
+def toy_leads(chunks: Chunks, num_stages: int, window: ToyWindow, depth: int) -> Ints:
+    """Do as `stage_leads` does, for one window more."""
+    if window != "serial":
+        return stage_leads(chunks, num_stages, window, depth)
+    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    ahead = np.minimum(np.arange(num_stages)[::-1], depth)
+    return np.minimum(ends + ahead[:, None], len(ends))
+
+
+def toy_programs(
+    chains: tuple[int, ...], num_stages: int, window: ToyWindow, depth: int
+) -> list[tuple[Op, ...]]:
+    """Return every stage's program for chains of so many chunks."""
+    chunks = Chunks(chunks=(), chains=chains)
+    backwards = backward_order(chunks)
+    return [
+        make_program(*(column.tolist() for column in interleave(lead, backwards)))
+        for lead in toy_leads(chunks, num_stages, window, depth)
+    ]
 
 
 def draw_lengths(name: str, count: int, seed: int) -> list[int]:

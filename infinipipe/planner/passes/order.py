@@ -1,6 +1,9 @@
-"""Orders: 1F1B with slices (PAPER.md, Scheduler). F runs chain by chain, B as well but backwards within a chain.
+"""Orders of F and B: 1F1B with slices, as in InfiniPipe's scheduler (arXiv 2509.21275).
 
-With those two orders fixed, a stage's program is told by its leads: how many F come before each B.
+F runs chain by chain. B does as well, but backwards within a chain, because the B of a slice needs
+the gradients of K and V from those of all later slices. With those two orders fixed, a stage's
+program is given by how many F come before each B, in the order of B. An order is an array of that,
+of shape (stages, chunks).
 """
 
 from __future__ import annotations
@@ -13,81 +16,109 @@ import numpy as np
 from infinipipe.aliases import Ints
 from infinipipe.planner.passes.chunking import Chunks
 
-Window = Literal["uniform", "adaptive", "serial"]
-"""How many F the last stage runs before each B.
+Window = Literal["uniform", "adaptive"]
+"""How many chunks the last stage keeps in flight.
 
-`uniform` keeps as many chunks in flight as the longest chain has (the paper's N_split), `adaptive` only as
-many as the chains ahead need for F and B to alternate, `serial` ends a chain before it starts the next.
+`uniform` keeps as many as the longest chain has (the paper's N_split), `adaptive` only as many as
+the chains ahead need for F and B to alternate.
 """
 
 
 def backward_order(chunks: Chunks) -> Ints:
     """Return the chunks in the order of B."""
-    ends = np.array(chunks.chain_ends, dtype=np.int64)
-    sizes = np.repeat(chunks.chains, chunks.chains).astype(np.int64)
+    ends = _chain_ends(chunks)
+    sizes = np.array(chunks.chains, dtype=np.int64)
+    sizes_of_own_chain = np.repeat(sizes, sizes)
+    starts = ends - sizes_of_own_chain
+    places = np.arange(len(ends))
     # Mirrored within its chain: the place x of [start, end) holds start + end - 1 - x.
-    return np.asarray(2 * ends - sizes - 1 - np.arange(len(ends)))
+    lasts = ends - 1
+    return np.asarray(starts + lasts - places)
 
 
-def stage_leads(chunks: Chunks, num_stages: int, window: Window, depth: int) -> Ints:
+def windowed_order(chunks: Chunks, num_stages: int, window: Window, depth: int) -> Ints:
     """Return for every stage how many F come before each B; shape (stages, chunks).
 
     A stage runs one F more ahead than the next one, up to `depth` more than the last.
     """
-    last = _last_leads(chunks, window)
-    ahead = np.minimum(np.arange(num_stages - 1, -1, -1), depth)
-    return np.asarray(np.minimum(last[None, :] + ahead[:, None], len(last)))
+    last_stage = _last_windowed_order(chunks, window)
+    num_chunks = len(last_stage)
+    stages_after = _stages_after(num_stages)
+    ahead = np.minimum(stages_after, depth)[:, None]
+    return np.asarray(np.minimum(last_stage + ahead, num_chunks))
 
 
-def _last_leads(chunks: Chunks, window: Window) -> Ints:
-    ends = np.array(chunks.chain_ends, dtype=np.int64)
-    places = np.arange(len(ends))
+def _last_windowed_order(chunks: Chunks, window: Window) -> Ints:
     match window:
-        case "serial":
-            return ends
         case "uniform":
-            return np.asarray(places + max(chunks.chains, default=0))
+            longest = max(chunks.chains, default=0)
+            places = np.arange(len(chunks.chain_ends))
+            return np.asarray(places + longest)
         case "adaptive":
             return adaptive_window(chunks, 1)
 
 
-def flush_leads(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
-    """Return leads that run all F of a round before its first B; a round ends with a chain."""
-    ends = np.array(chunks.chain_ends, dtype=np.int64)
-    num_chunks = len(ends)
-    wanted = np.ceil(np.arange(1, rounds + 1) * num_chunks / rounds)
-    lasts = np.unique(ends[np.searchsorted(ends, wanted)])
-    return np.tile(lasts[np.searchsorted(lasts, ends)], (num_stages, 1))
-
-
 def adaptive_window(chunks: Chunks, burst: int) -> Ints:
-    """Return how many F the last stage runs before each B, at least, to have no more than `burst` F between two B.
+    """Return how many F the last stage runs before each B, at least.
 
-    B number j must leave room for every later chain to come in so: lead[j] >= lead[j + 1] - burst.
+    No more than `burst` F then have to run between two B: B number j leaves room for every later
+    chain to come in so: n[j] >= n[j + 1] - burst for the F before each.
     """
-    ends = np.array(chunks.chain_ends, dtype=np.int64)
-    places = burst * np.arange(len(ends))
-    return np.asarray(np.maximum.accumulate((ends - places)[::-1])[::-1] + places)
+    ends = _chain_ends(chunks)
+    steady = burst * np.arange(len(ends))
+    # B of a chain waits for all its F. What that asks for beyond a steady burst, earlier B prepare.
+    beyond = ends - steady
+    backwards = beyond[::-1]
+    most_from_here = np.maximum.accumulate(backwards)[::-1]
+    return np.asarray(most_from_here + steady)
 
 
-def join_leads(parts: SequenceOf[Ints]) -> Ints:
-    """Return the leads of programs that run one after the other; each (stages, chunks of the part)."""
-    firsts = np.cumsum([0, *(part.shape[1] for part in parts)]).tolist()
-    return np.concatenate(
-        [first + part for first, part in zip(firsts, parts, strict=False)], axis=1
-    )
+def flushed_order(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
+    """Return the order that runs all F of a round before its first B; a round ends with a chain."""
+    ends = _chain_ends(chunks)
+    numbers = np.arange(1, rounds + 1)
+    even_ends = np.ceil(numbers * len(ends) / rounds)
+    chunks_there = np.searchsorted(ends, even_ends)
+    # Rounds that would end within the same chain are one.
+    round_ends = np.unique(ends[chunks_there])
+    own_rounds = np.searchsorted(round_ends, ends)
+    forwards_before = round_ends[own_rounds]
+    return np.tile(forwards_before, (num_stages, 1))
 
 
-def overlap_leads(leads: Ints, ends: SequenceOf[int]) -> Ints:
+def join_orders(parts: SequenceOf[Ints]) -> Ints:
+    """Return the order of programs that run one after the other, each (stages, its chunks)."""
+    joined: list[Ints] = []
+    num_before = 0
+    for part in parts:
+        joined.append(num_before + part)
+        num_before += part.shape[1]
+    return np.concatenate(joined, axis=1)
+
+
+def overlap_orders(order: Ints, ends: SequenceOf[int]) -> Ints:
     """Let the F of the next part run while the last B of a part are awaited, as deep as in 1F1B.
 
     Args:
-        leads: (stages, chunks), of parts that run one after the other.
+        order: (stages, chunks), of parts that run one after the other.
         ends: one past the last chunk of each part.
     """
-    num_stages, num_chunks = leads.shape
+    num_stages, num_chunks = order.shape
     places = np.arange(num_chunks)
-    left = np.array(ends)[np.searchsorted(ends, places, side="right")] - places
-    ahead = np.arange(num_stages - 1, -1, -1)[:, None]
-    wanted = np.minimum(places + 1 + ahead, num_chunks)
-    return np.asarray(np.where(left <= ahead, np.maximum(leads, wanted), leads))
+    own_parts = np.searchsorted(ends, places, side="right")
+    part_ends = np.array(ends)[own_parts]
+    num_left = part_ends - places
+    # In 1F1B the last B of a part have no F between them, one for each stage that comes after.
+    ahead = _stages_after(num_stages)[:, None]
+    as_in_1f1b = np.minimum(places + 1 + ahead, num_chunks)
+    overlapped = np.maximum(order, as_in_1f1b)
+    return np.asarray(np.where(num_left <= ahead, overlapped, order))
+
+
+def _chain_ends(chunks: Chunks) -> Ints:
+    return np.array(chunks.chain_ends, dtype=np.int64)
+
+
+def _stages_after(num_stages: int) -> Ints:
+    """Return for each stage how many come after it."""
+    return np.arange(num_stages - 1, -1, -1)

@@ -73,7 +73,10 @@ def fit_recompute(
 
 
 class _Sweep:
-    """What is in flight at one op of the sweep. Lists, because single elements of arrays are slow."""
+    """What is in flight at one op of the sweep.
+
+    In lists, because single elements of arrays are slow.
+    """
 
     def __init__(self, memory: StageMemory, recompute_s: Floats, limit: float, start: Ints) -> None:
         self.counts: list[int] = start.tolist()

@@ -176,7 +176,7 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
 
 
 def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
-    """Return whether chunks in this order are no faster than the incumbent, whatever is simulated."""
+    """Return whether no schedule of chunks in this order is faster than the incumbent."""
     if not isinstance(incumbent, Schedule):
         return False
     return quick_bound_s(chains, recompute) >= incumbent.makespan_s

@@ -97,9 +97,7 @@ def plan_chunkflow(problem: Problem, incumbent: Result = NOTHING) -> Result:
     return _best(problem, "chunkflow", _chunkflow(problem), incumbent)
 
 
-def _best(
-    problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result
-) -> Result:
+def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result) -> Result:
     best = incumbent
     for setting in settings:
         if not cannot_beat(best, setting.chains):

@@ -87,9 +87,8 @@ def plan_paper(problem: Problem, incumbent: Result = NOTHING) -> Result:
         if is_better(result, own):
             own = result
             own_groups = groups
-    if isinstance(own, Schedule) and own.recompute.any():
-        if _makespan_without_recompute(own) < makespan_of(incumbent):
-            own = _solve(problem, own, own_groups)
+    if isinstance(own, Schedule) and _can_gain(own, incumbent):
+        own = _solve(problem, own, own_groups)
     return own if is_better(own, incumbent) else incumbent
 
 
@@ -103,21 +102,26 @@ def _plan_chains(problem: Problem, chains: list[Chain]) -> tuple[Result, list[_G
     coming = pipeline.costs.boundary_bytes(most_tokens)
     tighter = replace(pipeline, limits=tuple(limit - coming for limit in pipeline.limits))
     result: Result = NOTHING
+    groups: list[_Group] = []
     for within in (pipeline, tighter):
-        groups = _group(replace(problem, pipeline=within), chains)
-        if isinstance(groups, Shortage):
-            return groups, []
+        grouped = _group(replace(problem, pipeline=within), chains)
+        if isinstance(grouped, Shortage):
+            return grouped, []
+        groups = grouped
         result = _schedule(problem, groups)
         if isinstance(result, Schedule):
             break
     return result, groups
 
 
-def _makespan_without_recompute(schedule: Schedule) -> float:
-    """Return what no recompute counts can undercut in this order."""
+def _can_gain(schedule: Schedule, incumbent: Result) -> bool:
+    """Return whether other recompute counts could make a schedule faster than the incumbent."""
+    if not schedule.recompute.any():
+        return False
+    # No counts can undercut this order without any.
     none = np.zeros_like(schedule.recompute)
     simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, none)
-    return simulated.makespan_s
+    return simulated.makespan_s < makespan_of(incumbent)
 
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
@@ -268,8 +272,9 @@ def _solve(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Sch
         # The program knows nothing of what an op needs while it runs: where that is too much,
         # counts rise a little more.
         counts = sweep_diagonals(group.memories, limits, solution.counts)
-        solved = not isinstance(counts, Shortage)
-        fitting.append(replace(group, diagonals=counts) if solved else group)
+        if not isinstance(counts, Shortage):
+            group = replace(group, diagonals=counts)
+        fitting.append(group)
     result = _schedule(problem, fitting)
     faster = isinstance(result, Schedule) and is_better(result, swept)
     statuses = list(dict.fromkeys(solution.status for solution in solutions))

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from infinipipe.planner.passes.chunking import NO_GRADES, Grades, geometric_grades, linear_grades
 from infinipipe.planner.passes.in_flight import Warmup
+from infinipipe.planner.passes.ramp import NO_RAMP, Ramp, geometric_ramp, linear_ramp
 
 RampName = Literal["geometric", "linear", "no"]
-RAMPS: dict[RampName, Callable[[int], Grades]] = {
-    "geometric": geometric_grades,
-    "linear": linear_grades,
-    "no": lambda num_stages: NO_GRADES,
+RAMPS: dict[RampName, Callable[[int], Ramp]] = {
+    "geometric": geometric_ramp,
+    "linear": linear_ramp,
+    "no": lambda num_stages: NO_RAMP,
 }
 """By name, the ramp for a number of stages."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.passes.chunking import join_chunks
 from infinipipe.planner.passes.in_flight import connect_stages
-from infinipipe.planner.passes.order import join_leads, overlap_leads
+from infinipipe.planner.passes.order import join_orders, overlap_orders
 from infinipipe.planner.passes.schedule import (
     Result,
     Schedule,
@@ -94,10 +94,10 @@ def _join(problem: Problem, parts: SequenceOf[Schedule]) -> Result:
     """Run schedules one after the other, and overlap them where memory allows."""
     chunks = join_chunks(part.chains.chunks for part in parts)
     chains = price_chains(problem, chunks)
-    one_by_one = join_leads([part.forwards_before for part in parts])
+    one_by_one = join_orders([part.forwards_before for part in parts])
     ends = np.cumsum([part.chains.num_chunks for part in parts]).tolist()
     least = np.array(chunks.chain_ends)
-    overlapped = connect_stages(overlap_leads(one_by_one, ends), least)
+    overlapped = connect_stages(overlap_orders(one_by_one, ends), least)
     apart, together = (
         fit_schedule(problem, chains, order_memories(problem, chains, order))
         for order in (one_by_one, overlapped)

@@ -269,5 +269,5 @@ def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
         target,
         max_tokens,
         even=candidate.even,
-        grades=RAMPS[candidate.ramp](problem.pipeline.num_stages),
+        ramp=RAMPS[candidate.ramp](problem.pipeline.num_stages),
     )
