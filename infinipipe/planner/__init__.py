@@ -1,4 +1,4 @@
-"""The planner: from lengths to a schedule, in pure passes from value to new value, without torch."""
+"""The planner: from lengths to a schedule, in pure passes from value to value, without torch."""
 
 from infinipipe.planner.compare import Cell, InfeasibleRow, Row, compare_grid
 from infinipipe.planner.compile import compile_plan
