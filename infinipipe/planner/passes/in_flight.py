@@ -5,6 +5,7 @@ A stage's program is given by how many F come before each B (`infinipipe.planner
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,39 +35,45 @@ def forwards_within_memory(
     with all layers recomputed. What a chain needs to end comes before that.
     """
     window = adaptive_window(chains.chunks, warmup.burst)
+    num_chunks = len(window)
     least = np.array(chains.chunks.chain_ends, dtype=np.int64)
-    stages_below = np.arange(pipeline.num_stages - 1, -1, -1)
-    ahead = np.floor(warmup.per_stage * stages_below).astype(np.int64)
-    wanted = np.minimum(window[None, :] + ahead[:, None], len(window))
+    order = np.empty((pipeline.num_stages, num_chunks), dtype=np.int64)
     for stage in range(pipeline.num_stages):
+        stages_below = pipeline.num_stages - 1 - stage
+        ahead = math.floor(warmup.per_stage * stages_below)
+        wanted = np.minimum(window + ahead, num_chunks)
         most = _most_in_flight(pipeline, chains, stage, float(margins[stage]))
-        wanted[stage] = np.maximum(least, np.minimum(wanted[stage], most))
-    return connect_stages(wanted, least)
+        within = np.minimum(wanted, most)
+        order[stage] = np.maximum(least, within)
+    return connect_stages(order, least)
 
 
-def connect_stages(forwards_before: Ints, least: Ints) -> Ints:
+def connect_stages(order: Ints, least: Ints) -> Ints:
     """Lower counts until every stage has something to do before the next and no send blocks for
     ever.
 
     Two neighbours s and s+1 lock each other up if F k stands before B j-1 on s but F k-1 after B j
-    on s+1; so forwards_before[s][j-1] <= forwards_before[s+1][j] + 1.
+    on s+1; so order[s][j-1] <= order[s+1][j] + 1.
 
     Args:
-        forwards_before: (stages, chunks) of F before each B.
+        order: (stages, chunks) of F before each B.
         least: (chunks,) what a chain needs to end.
     """
     # No B may ask for more than the B after it.
-    from_last = np.minimum.accumulate(forwards_before[:, ::-1], axis=1)
-    lowered = from_last[:, ::-1].copy()
+    from_last = order[:, ::-1]
+    least_so_far = np.minimum.accumulate(from_last, axis=1)
+    lowered = least_so_far[:, ::-1].copy()
     num_chunks = len(least)
     for stage in range(1, len(lowered)):
-        # Where the stage before has run all F, this one may as well.
         above = lowered[stage - 1]
+        # Where the stage before has run all F, this one may as well.
         most = np.where(above < num_chunks, above - 1, num_chunks)
-        lowered[stage] = np.minimum(lowered[stage], np.maximum(least, most))
+        most = np.maximum(least, most)
+        lowered[stage] = np.minimum(lowered[stage], most)
     for stage in range(len(lowered) - 2, -1, -1):
-        below = lowered[stage + 1, 1:] + 1
-        lowered[stage, :-1] = np.minimum(lowered[stage, :-1], below)
+        below = lowered[stage + 1]
+        own = lowered[stage]
+        own[:-1] = np.minimum(own[:-1], below[1:] + 1)
     return lowered
 
 
@@ -74,37 +81,48 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     """Return for each B the most F that may come before it within memory, on the safe side."""
     costs = chains.costs
     num_layers = pipeline.stages[stage].num_layers
-    backwards = backward_order(chains.chunks)
-    kept = costs.activation_bytes[stage] - num_layers * costs.freed_per_layer_bytes
+    dropped = num_layers * costs.freed_per_layer_bytes
+    kept = costs.activation_bytes[stage] - dropped
     slots, gradients = _slots(pipeline, chains, stage)
 
-    # Any op may need its transient bytes, three transfers, and a layer that is recomputed.
-    in_backward = costs.backward_transient_bytes[stage] + 2 * costs.boundary_bytes
-    transient = np.maximum(costs.forward_transient_bytes[stage], in_backward)
-    transient = transient + 3 * costs.boundary_bytes + costs.freed_per_layer_bytes
-    reserve = float(transient.max())
     static = pipeline.costs.static_bytes(stage)
+    reserve = _reserve_bytes(chains, stage)
     room = pipeline.limits[stage] - static - reserve - margin
 
+    backwards = backward_order(chains.chunks)
     let_go = np.cumsum(kept[backwards] + slots[backwards])
     # Before the first B nothing has been let go.
     let_go = np.concatenate([[0.0], let_go[:-1]])
-    taken = np.cumsum(kept + slots)
     most = room + let_go - gradients[backwards]
+    taken = np.cumsum(kept + slots)
     return np.asarray(np.searchsorted(taken, most, side="right"))
+
+
+def _reserve_bytes(chains: CostedChains, stage: int) -> float:
+    """Return the most that any op may need while it runs: its own transient bytes, three transfers
+    and a layer that is recomputed."""
+    costs = chains.costs
+    boundary = costs.boundary_bytes
+    in_forward = costs.forward_transient_bytes[stage]
+    in_backward = costs.backward_transient_bytes[stage] + 2 * boundary
+    transient = np.maximum(in_forward, in_backward)
+    needed = transient + 3 * boundary + costs.freed_per_layer_bytes
+    return float(needed.max())
 
 
 def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats, Floats]:
     """Return (chunks,) the slot bytes that each F opens and its B closes, and the gradients that
     are there during each B."""
+    chunks = chains.chunks
     sizes = chains.costs.sizes
-    ends = np.array(chains.chunks.chain_ends, dtype=np.int64)
-    starts = ends - np.repeat(chains.chunks.chains, chains.chunks.chains)
-    prefix = np.concatenate([[0.0], np.cumsum(sizes.tokens)])
+    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    starts = ends - np.repeat(chunks.chains, chunks.chains)
+    tokens_before = np.concatenate([[0.0], np.cumsum(sizes.tokens)])
     # Whole short sequences in the last chunk of a chain are counted with it, which errs on the safe
     # side.
-    tokens = np.where(sizes.split >= 0, prefix[ends] - prefix[starts], 0.0)
-    is_first = np.arange(len(ends)) == starts
+    chain_tokens = tokens_before[ends] - tokens_before[starts]
+    tokens = np.where(sizes.split >= 0, chain_tokens, 0.0)
     slots = pipeline.costs.slot_bytes(stage, tokens)
-    slots = np.where(is_first, slots, 0.0)
-    return slots, pipeline.costs.slot_gradient_bytes(stage, tokens)
+    is_first = np.arange(len(ends)) == starts
+    opened = np.where(is_first, slots, 0.0)
+    return opened, pipeline.costs.slot_gradient_bytes(stage, tokens)
