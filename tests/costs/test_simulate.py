@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from infinipipe.costs.simulate import DIRECTIONS, STAY, Timeline, simulate
 from infinipipe.ir import Op, OpKind
-from infinipipe.ir.text import parse_program
 from infinipipe.planner.passes.chunking import Chunks
 from infinipipe.planner.passes.order import (
     Window,
@@ -19,6 +18,7 @@ from infinipipe.planner.passes.order import (
     make_program,
     stage_leads,
 )
+from tests.plans import parse_program
 
 
 def programs_of(

@@ -30,7 +30,6 @@ from infinipipe.ir import (
     chunk_chains,
     loss_denominator,
     open_plan,
-    parse_program,
     show_program,
     verify_header,
     verify_plan,
@@ -38,7 +37,7 @@ from infinipipe.ir import (
 )
 from infinipipe.ir.file.store import PlanWriter
 from infinipipe.ir.plan import OpKind
-from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
+from tests.plans import B, F, I, W, make_header, make_model, make_step, parse_program, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
 STEP = make_step(HEADER, 2)
