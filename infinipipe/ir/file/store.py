@@ -95,10 +95,11 @@ class PlanWriter:
         self._file.close()
 
     def _leave(self, keep: bool) -> None:
-        # Removed before it is closed, which ends the lock: later it might be the file of another writer.
+        """End without a plan; keep the steps there are for `resume`, or nothing."""
+        # Removed before it is closed, which ends the lock: later it might be another writer's file.
         if not keep:
             self._temporary.unlink(missing_ok=True)
-        # Closing flushes, which can fail as well; what stopped us first is what the user must hear of.
+        # Closing flushes, which can fail as well; what stopped us first is what the user must hear.
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -46,11 +46,11 @@ def find_deadlock(programs: SequenceOf[SequenceOf[Op]], posted_ahead: int = 1) -
     """
     pipeline = _Pipeline(programs, posted_ahead)
     pipeline.run()
-    stuck = [stage for stage in range(len(programs)) if not pipeline.ended(stage)]
-    if not stuck:
-        return ()
-    waits = {stage: pipeline.wait(stage) for stage in stuck}
-    return _circle(waits)
+    waits = {}
+    for stage in range(len(programs)):
+        if not pipeline.ended(stage):
+            waits[stage] = pipeline.wait(stage)
+    return _circle(waits) if waits else ()
 
 
 class _Pipeline:
@@ -63,13 +63,17 @@ class _Pipeline:
         num_stages = len(programs)
         self.posted_ahead = posted_ahead
         self.directions = [[_DIRECTIONS[op.kind] for op in program] for program in programs]
-        self.begun = {direction: _none_begun(num_stages) for direction in (_DOWN, _UP)}
+        self.begun = {
+            _DOWN: _none_begun(num_stages),
+            _UP: _none_begun(num_stages),
+        }
         self.positions = [0] * num_stages
         # Whether the op at a stage's position has run and is not yet sent.
         self.sending = [False] * num_stages
 
     def ended(self, stage: int) -> bool:
-        return self.positions[stage] == len(self.directions[stage])
+        num_ops = len(self.directions[stage])
+        return self.positions[stage] == num_ops
 
     def run(self) -> None:
         """Let every stage go as far as it can, until none can."""
@@ -135,7 +139,8 @@ def _none_begun(num_stages: int) -> dict[int, int]:
     The stages at the ends have neighbours as well: such as never let anyone wait.
     """
     begun = dict.fromkeys(range(num_stages), 0)
-    begun[-1] = begun[num_stages] = _MORE_THAN_ANY
+    begun[-1] = _MORE_THAN_ANY
+    begun[num_stages] = _MORE_THAN_ANY
     return begun
 
 
@@ -144,6 +149,8 @@ def _circle(waits: dict[int, Wait]) -> tuple[Wait, ...]:
     # Only a broken plan pays for importing networkx.
     import networkx
 
-    graph = networkx.DiGraph((wait.stage, wait.neighbour) for wait in waits.values())
-    circle = networkx.find_cycle(graph)
-    return tuple(waits[stage] for stage, _ in circle)
+    graph = networkx.DiGraph()
+    for wait in waits.values():
+        graph.add_edge(wait.stage, wait.neighbour)
+    edges = networkx.find_cycle(graph)
+    return tuple(waits[stage] for stage, _ in edges)

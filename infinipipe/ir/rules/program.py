@@ -19,12 +19,12 @@ from infinipipe.ir.text import show_kind, show_op, window
 _DOWNSTREAM = kinds_that_travel(Direction.DOWN)
 _UPSTREAM = kinds_that_travel(Direction.UP)
 
-# Pairs of kinds whose ops of a chunk come in this order.
-_ORDER = [(traits.needs, kind) for kind, traits in TRAITS.items() if traits.needs is not None]
-
 # Kinds of which every chunk has one, and what each complete set has beside them.
-_ALWAYS = [kind for kind in COMPLETE[0] if all(kind in kinds for kinds in COMPLETE)]
+_ALWAYS = set(OpKind).intersection(*COMPLETE)
 _ALTERNATIVES = [[kind for kind in kinds if kind not in _ALWAYS] for kinds in COMPLETE]
+
+_Positions = dict[int, int]
+"""Where in a program the op of a chunk stands."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class ProgramCase:
         return len(self.parent.replica.chunks)
 
     @cached_property
-    def positions(self) -> dict[OpKind, dict[int, int]]:
-        """Where each chunk's op of a kind stands."""
-        positions: dict[OpKind, dict[int, int]] = {kind: {} for kind in OpKind}
+    def positions(self) -> dict[OpKind, _Positions]:
+        """Where each chunk's op of a kind stands; the last of them, where it comes twice."""
+        positions: dict[OpKind, _Positions] = {kind: {} for kind in OpKind}
         for position, op in enumerate(self.program):
             positions[op.kind][op.chunk] = position
         return positions
 
-    def positions_of(self, kinds: tuple[OpKind, ...]) -> dict[int, int]:
+    def positions_of(self, kinds: tuple[OpKind, ...]) -> _Positions:
         """Return where each chunk's op of one of some kinds stands, of which it has one."""
-        merged: dict[int, int] = {}
+        merged: _Positions = {}
         for kind in kinds:
             merged |= self.positions[kind]
         return merged
@@ -61,11 +61,13 @@ class ProgramCase:
 
     def missing(self, kind: OpKind, chunk: int) -> VerifyError:
         """Return the error of an op that the program does not have."""
-        return self._fault_of(Op(kind, chunk), len(self.program), "is missing")
+        end = len(self.program)
+        return self._fault_of(Op(kind, chunk), end, "is missing")
 
     def _fault_of(self, op: Op, position: int, why: str) -> VerifyError:
+        shown = show_op(self.stage, op)
         around = window(self.stage, self.program, position)
-        return self.parent.fault(self.stage, f"op {show_op(self.stage, op)} {why}: {around}")
+        return self.parent.fault(self.stage, f"op {shown} {why}: {around}")
 
 
 def check_op_chunks(case: ProgramCase) -> None:
@@ -78,11 +80,12 @@ def check_op_chunks(case: ProgramCase) -> None:
 
 def check_ops_once(case: ProgramCase) -> None:
     """No op comes twice."""
-    num_distinct = sum(map(len, case.positions.values()))
+    positions = case.positions
+    num_distinct = sum(map(len, positions.values()))
     if num_distinct == len(case.program):
         return
     for position, op in enumerate(case.program):
-        last = case.positions[op.kind][op.chunk]
+        last = positions[op.kind][op.chunk]
         if position != last:
             raise case.fault(last, f"comes twice, first at position {position}")
 
@@ -92,35 +95,43 @@ def check_ops_complete(case: ProgramCase) -> None:
     chunks_with = {kind: set(positions) for kind, positions in case.positions.items()}
     incomplete = set(range(case.num_chunks))
     for kinds in COMPLETE:
-        complete = set.intersection(*[chunks_with[kind] for kind in kinds])
-        others = [chunks_with[kind] for kind in OpKind if kind not in kinds]
-        incomplete -= complete.difference(*others)
+        with_these = [chunks_with[kind] for kind in kinds]
+        with_others = [chunks_with[kind] for kind in OpKind if kind not in kinds]
+        complete = set.intersection(*with_these)
+        incomplete -= complete.difference(*with_others)
     if incomplete:
-        raise _incomplete_fault(case, min(incomplete))
+        first = min(incomplete)
+        raise _incomplete_fault(case, first)
 
 
 def _incomplete_fault(case: ProgramCase, chunk: int) -> VerifyError:
     """Return the error of a chunk whose ops are none of the complete sets."""
-    has = [kind for kind, positions in case.positions.items() if chunk in positions]
-    begun = [kinds for kinds in _ALTERNATIVES if any(kind in has for kind in kinds)]
+    has = {kind for kind in OpKind if chunk in case.positions[kind]}
+    # What the program seems to mean: the first alternative of which it has anything.
+    begun = [kinds for kinds in _ALTERNATIVES if has.intersection(kinds)]
     intended = begun[0] if begun else _ALTERNATIVES[0]
-    for kind in (*_ALWAYS, *intended):
+    needed = [kind for kind in OpKind if kind in _ALWAYS or kind in intended]
+    for kind in needed:
         if kind not in has:
             return case.missing(kind, chunk)
     # All that is needed is there, so that what is wrong is an op of another alternative.
-    others = [show_kind(kind) for kind in OpKind if kind not in (*_ALWAYS, *intended)]
+    others = [show_kind(kind) for kind in OpKind if kind not in needed]
+    listed = " or ".join(others)
     position = case.positions[intended[0]][chunk]
-    return case.fault(position, f"stands beside {' or '.join(others)} of its chunk")
+    return case.fault(position, f"stands beside {listed} of its chunk")
 
 
 def check_op_order(case: ProgramCase) -> None:
     """F comes before B and I, and I before W."""
-    for needed, kind in _ORDER:
-        earlier = case.positions[needed]
-        for chunk, position in case.positions[kind].items():
-            if position < earlier[chunk]:
-                needed_op = show_op(case.stage, Op(needed, chunk))
-                raise case.fault(position, f"comes before {needed_op}")
+    for kind, traits in TRAITS.items():
+        if traits.needs is None:
+            continue
+        needed = case.positions[traits.needs]
+        later = case.positions[kind]
+        for chunk, position in later.items():
+            if position < needed[chunk]:
+                shown = show_op(case.stage, Op(traits.needs, chunk))
+                raise case.fault(position, f"comes before {shown}")
 
 
 def check_chain_order(case: ProgramCase) -> None:
@@ -130,9 +141,11 @@ def check_chain_order(case: ProgramCase) -> None:
     for chain in case.parent.chains:
         for before, after in pairwise(chain):
             if down[before] > down[after]:
-                raise case.fault(down[after], f"comes before the slice before it, chunk {before}")
+                why = f"comes before the slice before it, chunk {before}"
+                raise case.fault(down[after], why)
             if up[before] < up[after]:
-                raise case.fault(up[before], f"comes before the slice after it, chunk {after}")
+                why = f"comes before the slice after it, chunk {after}"
+                raise case.fault(up[before], why)
 
 
 PROGRAM_RULES = (

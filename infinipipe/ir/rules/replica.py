@@ -24,11 +24,17 @@ from infinipipe.ir.text import show_op, window
 _MAKESPAN_ROUNDING = 1 + 1e-6
 
 # Kinds of op whose transfers have one order at both ends.
-_TRAVELLING = (kinds_that_travel(Direction.DOWN), kinds_that_travel(Direction.UP))
+_TRAVELLING = (
+    kinds_that_travel(Direction.DOWN),
+    kinds_that_travel(Direction.UP),
+)
 
-# A wrong count is told of the first kind that recomputes: whether the program has this one or
-# another is not known before the program's rules have run.
-_RECOMPUTES = next(kind for kind, traits in TRAITS.items() if traits.recomputes)
+# An error about a recompute count names the first of these: which one the program has is not known
+# before its own rules have run.
+_RECOMPUTING = [kind for kind in OpKind if TRAITS[kind].recomputes]
+
+_Kinds = tuple[OpKind, ...]
+_Program = tuple[Op, ...]
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,18 @@ class ReplicaCase:
         No rule need have looked at the program yet.
         """
         program = self.replica.programs[stage]
-        positions = [position for position, op in enumerate(program) if op.chunk == chunk]
-        if not positions:
+        last = None
+        for position, op in enumerate(program):
+            if op.chunk == chunk:
+                last = position
+        if last is None:
             return ""
-        return f": {window(stage, program, positions[-1])}"
+        return f": {window(stage, program, last)}"
 
     def fault(self, stage: int, why: str) -> VerifyError:
         """Return the error of a stage."""
-        return VerifyError(f"step {self.step.index}, replica {self.number}, stage {stage}: {why}")
+        step = self.step.index
+        return VerifyError(f"step {step}, replica {self.number}, stage {stage}: {why}")
 
 
 def check_replica_shape(case: ReplicaCase) -> None:
@@ -84,9 +94,11 @@ def check_recompute(case: ReplicaCase) -> None:
         num_layers = case.header.stages[stage].num_layers
         for chunk, count in enumerate(counts):
             if not 0 <= count <= num_layers:
-                op = show_op(stage, Op(_RECOMPUTES, chunk))
-                why = f"op {op} recomputes {count} of {num_layers} layers"
-                raise case.fault(stage, why + case.around(stage, chunk))
+                op = Op(_RECOMPUTING[0], chunk)
+                shown = show_op(stage, op)
+                around = case.around(stage, chunk)
+                why = f"op {shown} recomputes {count} of {num_layers} layers{around}"
+                raise case.fault(stage, why)
 
 
 def check_predictions(case: ReplicaCase) -> None:
@@ -112,7 +124,8 @@ def check_peaks(case: ReplicaCase) -> None:
         peak_bytes = prediction.peak_bytes
         limit = case.header.memory_limit_bytes[stage]
         if not 0 <= peak_bytes <= limit:
-            raise case.fault(stage, f"a predicted peak of {peak_bytes} bytes; the limit is {limit}")
+            why = f"a predicted peak of {peak_bytes} bytes; the limit is {limit}"
+            raise case.fault(stage, why)
 
 
 SHAPE_RULES = (check_replica_shape, check_recompute, check_predictions, check_peaks)
@@ -121,32 +134,39 @@ SHAPE_RULES = (check_replica_shape, check_recompute, check_predictions, check_pe
 def check_transfers(case: ReplicaCase) -> None:
     """Every transfer is matched, in the same order at both ends."""
     for kinds in _TRAVELLING:
-        orders = []
-        for program in case.replica.programs:
-            orders.append([op.chunk for op in program if op.kind in kinds])
+        orders = [_chunk_order(program, kinds) for program in case.replica.programs]
         for stage, (order, order_below) in enumerate(pairwise(orders)):
             if order != order_below:
                 raise _transfer_fault(case, stage, kinds)
 
 
-def _transfer_fault(case: ReplicaCase, stage: int, kinds: tuple[OpKind, ...]) -> VerifyError:
-    """Return the error of the first transfer from a stage to the next whose ends differ.
+def _chunk_order(program: _Program, kinds: _Kinds) -> list[int]:
+    return [op.chunk for op in program if op.kind in kinds]
+
+
+def _transfer_fault(case: ReplicaCase, stage: int, kinds: _Kinds) -> VerifyError:
+    """Return the error of the first transfer between a stage and the next whose ends differ.
 
     Both stages have every chunk once, so that there is such a transfer.
     """
-    above = case.replica.programs[stage]
-    below = case.replica.programs[stage + 1]
-    places_above = [position for position, op in enumerate(above) if op.kind in kinds]
-    places_below = [position for position, op in enumerate(below) if op.kind in kinds]
-    here, there = next(
-        (here, there)
-        for here, there in zip(places_above, places_below, strict=True)
-        if above[here].chunk != below[there].chunk
-    )
-    op = show_op(stage, above[here])
-    other = show_op(stage + 1, below[there])
-    around = f"{window(stage, above, here)}; {window(stage + 1, below, there)}"
-    return case.fault(stage, f"op {op} meets {other} on stage {stage + 1}: {around}")
+    next_stage = stage + 1
+    program = case.replica.programs[stage]
+    next_program = case.replica.programs[next_stage]
+    places = _places(program, kinds)
+    next_places = _places(next_program, kinds)
+    for here, there in zip(places, next_places, strict=True):
+        if program[here].chunk != next_program[there].chunk:
+            break
+    op = show_op(stage, program[here])
+    other = show_op(next_stage, next_program[there])
+    around = window(stage, program, here)
+    around_other = window(next_stage, next_program, there)
+    why = f"op {op} meets {other} on stage {next_stage}: {around}; {around_other}"
+    return case.fault(stage, why)
+
+
+def _places(program: _Program, kinds: _Kinds) -> list[int]:
+    return [position for position, op in enumerate(program) if op.kind in kinds]
 
 
 def check_deadlock(case: ReplicaCase) -> None:
@@ -155,15 +175,18 @@ def check_deadlock(case: ReplicaCase) -> None:
     """
     circle = find_deadlock(case.replica.programs)
     if circle:
-        waits = "; ".join(_show_wait(case, wait) for wait in circle)
-        raise case.fault(circle[0].stage, f"deadlock: {waits}")
+        shown = [_show_wait(case, wait) for wait in circle]
+        first = circle[0].stage
+        raise case.fault(first, f"deadlock: {'; '.join(shown)}")
 
 
 def _show_wait(case: ReplicaCase, wait: Wait) -> str:
-    program = case.replica.programs[wait.stage]
-    op = show_op(wait.stage, program[wait.position])
+    stage = wait.stage
+    position = wait.position
+    program = case.replica.programs[stage]
+    op = show_op(stage, program[position])
     need = "post its receive" if wait.sending else "send"
-    around = window(wait.stage, program, wait.position)
+    around = window(stage, program, position)
     return f"op {op} waits for stage {wait.neighbour} to {need}: {around}"
 
 

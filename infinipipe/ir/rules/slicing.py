@@ -18,7 +18,9 @@ from infinipipe.ir.text import marked
 _SHOWN_AROUND = 2
 
 _Place = tuple[int, int, int, int, int]
-"""Start and length of a slice; its replica, its chunk, and its position in the chunk."""
+"""Start and length of a slice; its replica; its chunk, as an index of `SlicingCase.chunks`; and its
+position in the chunk.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,13 @@ class SlicingCase:
     @cached_property
     def chunks(self) -> list[ChunkCase]:
         """The chunks of all replicas."""
+        step = self.step
         chunks = []
-        for number, replica in enumerate(self.step.replicas):
+        for number, replica in enumerate(step.replicas):
             for index, chunk in enumerate(replica.chunks):
-                chunks.append(ChunkCase(self.step.index, number, index, chunk.slices))
+                case = ChunkCase(step.index, number, index, chunk.slices)
+                chunks.append(case)
         return chunks
-
-    def chunk(self, replica: int, index: int) -> ChunkCase:
-        """Return one chunk of a replica."""
-        slices = self.step.replicas[replica].chunks[index].slices
-        return ChunkCase(self.step.index, replica, index, slices)
 
 
 @dataclass(slots=True)
@@ -78,7 +77,8 @@ def check_slice_ranges(case: SlicingCase) -> None:
             if not 0 <= sequence < len(lengths):
                 raise chunk.fault_at(position, f"there is no sequence {sequence}")
             length = lengths[sequence]
-            if slice_.length < 1 or slice_.start < 0 or slice_.stop > length:
+            empty = slice_.length < 1
+            if empty or slice_.start < 0 or slice_.stop > length:
                 why = f"{_show(slice_)} is empty or outside its {length} tokens"
                 raise chunk.fault_at(position, why)
 
@@ -86,29 +86,29 @@ def check_slice_ranges(case: SlicingCase) -> None:
 def check_coverage(case: SlicingCase) -> None:
     """Every token of every sequence is in exactly one slice, and all its slices in one replica."""
     places_of: list[list[_Place]] = [[] for _ in case.lengths]
-    for chunk in case.chunks:
+    for number, chunk in enumerate(case.chunks):
         for position, slice_ in enumerate(chunk.slices):
-            place = (slice_.start, slice_.length, chunk.replica, chunk.index, position)
+            place = (slice_.start, slice_.length, chunk.replica, number, position)
             places_of[slice_.sequence].append(place)
     for sequence, places in enumerate(places_of):
         _check_cover(case, sequence, places)
 
 
 def _check_cover(case: SlicingCase, sequence: int, places: list[_Place]) -> None:
-    """Check that the slices of a sequence cover it, given in the order of replicas and chunks."""
+    """Check that the slices of a sequence cover it, given in the order of the chunks."""
     covered = 0
     for start, length, replica, chunk, position in sorted(places):
         stop = start + length
         if start < covered:
             why = f"sequence {sequence} [{start}, {stop}) overlaps the slice before"
-            raise case.chunk(replica, chunk).fault_at(position, why)
+            raise case.chunks[chunk].fault_at(position, why)
         if start > covered:
             why = f"sequence {sequence} [{start}, {stop}) leaves tokens from {covered} out"
-            raise case.chunk(replica, chunk).fault_at(position, why)
+            raise case.chunks[chunk].fault_at(position, why)
         first_replica = places[0][2]
         if replica != first_replica:
             why = f"sequence {sequence} is also in replica {first_replica}"
-            raise case.chunk(replica, chunk).fault_at(position, why)
+            raise case.chunks[chunk].fault_at(position, why)
         covered = stop
     num_tokens = case.lengths[sequence]
     if covered != num_tokens:
@@ -120,24 +120,26 @@ def check_split_slices(case: SlicingCase) -> None:
     """At most one slice of a chunk is a part of its sequence."""
     lengths = case.lengths
     for chunk in case.chunks:
-        slices = chunk.slices
-        parts = [p for p, slice_ in enumerate(slices) if slice_.length != lengths[slice_.sequence]]
-        if len(parts) > 1:
-            first, second = parts[:2]
-            both = f"{_show(slices[first])} and {_show(slices[second])}"
-            raise chunk.fault_at(second, f"{both} are both parts of a sequence")
+        part = None
+        for position, slice_ in enumerate(chunk.slices):
+            if slice_.length == lengths[slice_.sequence]:
+                continue
+            if part is not None:
+                why = f"{_show(part)} and {_show(slice_)} are both parts of a sequence"
+                raise chunk.fault_at(position, why)
+            part = slice_
 
 
 def check_kernel_sizes(case: SlicingCase) -> None:
     """Queries, keys and activations of a chunk have fewer than 2**31 elements."""
     model = case.header.model
-    width = max(model.num_heads * model.head_dim, model.hidden_size, model.intermediate_size)
+    query_width = model.num_heads * model.head_dim
+    width = max(query_width, model.hidden_size, model.intermediate_size)
     kv_width = model.kv_size
     for chunk in case.chunks:
         num_tokens = sum(slice_.length for slice_ in chunk.slices)
         context = max(slice_.stop for slice_ in chunk.slices)
-        num_elements = max(num_tokens * width, context * kv_width)
-        if num_elements > MAX_ELEMENTS:
+        if num_tokens * width > MAX_ELEMENTS or context * kv_width > MAX_ELEMENTS:
             why = f"{num_tokens} tokens, context {context}: too large for 32-bit kernels"
             raise chunk.fault(why)
 

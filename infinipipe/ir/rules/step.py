@@ -31,8 +31,9 @@ _MAX_GAP = 1e6
 
 def check_step_index(header: Header, step: Step) -> None:
     """Steps are numbered from 0."""
-    if not 0 <= step.index < header.num_steps:
-        raise _at_step(step, f"the plan has steps 0 to {header.num_steps - 1}")
+    last = header.num_steps - 1
+    if not 0 <= step.index <= last:
+        raise _at_step(step, f"the plan has steps 0 to {last}")
 
 
 def check_sequences(header: Header, step: Step) -> None:
@@ -49,11 +50,13 @@ def check_sequences(header: Header, step: Step) -> None:
         if not 1 <= length <= longest:
             why = f"sequence {number} has {length} tokens; expected 1 to {longest}"
             raise _at_step(step, why)
-        if not 0 <= sequence.num_targets < length:
-            why = f"sequence {number} has {sequence.num_targets} targets in {length} tokens"
+        num_targets = sequence.num_targets
+        if not 0 <= num_targets < length:
+            why = f"sequence {number} has {num_targets} targets in {length} tokens"
             raise _at_step(step, why)
-        if not 0 <= sequence.row < num_rows:
-            why = f"sequence {number} is row {sequence.row} of a dataset of {num_rows}"
+        row = sequence.row
+        if not 0 <= row < num_rows:
+            why = f"sequence {number} is row {row} of a dataset of {num_rows}"
             raise _at_step(step, why)
 
 
@@ -61,9 +64,10 @@ def check_rows(header: Header, step: Step) -> None:
     """No row comes twice in a step."""
     seen: set[int] = set()
     for number, sequence in enumerate(step.sequences):
-        if sequence.row in seen:
-            raise _at_step(step, f"sequence {number} repeats row {sequence.row}")
-        seen.add(sequence.row)
+        row = sequence.row
+        if row in seen:
+            raise _at_step(step, f"sequence {number} repeats row {row}")
+        seen.add(row)
 
 
 def check_denominator(header: Header, step: Step) -> None:
@@ -76,12 +80,15 @@ def check_denominator(header: Header, step: Step) -> None:
 
 def check_step_times(header: Header, step: Step) -> None:
     """Predicted times are possible, and bound <= makespan <= step."""
-    times = (step.bound_s, step.makespan_s, step.step_s)
+    bound_s = step.bound_s
+    makespan_s = step.makespan_s
+    step_s = step.step_s
+    times = (bound_s, makespan_s, step_s)
     if not all(0 <= t <= _MAX_SECONDS for t in times):
         why = f"bound, makespan and step of {times} seconds; expected 0 to {_MAX_SECONDS:g}"
         raise _at_step(step, why)
-    bound_fits = step.bound_s <= step.makespan_s * ROUNDING
-    makespan_fits = step.makespan_s <= step.step_s * ROUNDING
+    bound_fits = bound_s <= makespan_s * ROUNDING
+    makespan_fits = makespan_s <= step_s * ROUNDING
     if not (bound_fits and makespan_fits):
         raise _at_step(step, f"bound, makespan and step of {times} seconds must not fall")
 
@@ -102,12 +109,16 @@ def check_search(header: Header, step: Step) -> None:
 
 def _check_search_of(step: Step, replica: int, search: Search) -> None:
     where = f"replica {replica}: the search"
-    for text in (search.winner, search.solver or "", search.status or ""):
+    solver = search.solver or ""
+    status = search.status or ""
+    for text in (search.winner, solver, status):
         if len(text) > _MAX_LETTERS or not text.isprintable():
             why = f"has a text that is longer than {_MAX_LETTERS} or cannot be printed"
             raise _at_step(step, f"{where} {why}")
-    if search.gap is not None and not 0 <= search.gap <= _MAX_GAP:
-        raise _at_step(step, f"{where} has a gap of {search.gap}; expected 0 to {_MAX_GAP:g}")
+    gap = search.gap
+    if gap is not None and not 0 <= gap <= _MAX_GAP:
+        why = f"has a gap of {gap}; expected 0 to {_MAX_GAP:g}"
+        raise _at_step(step, f"{where} {why}")
 
 
 def _at_step(step: Step, why: str) -> VerifyError:
