@@ -23,6 +23,7 @@ from infinipipe.ir import (
     Model,
     Op,
     OpKind,
+    PlanWriter,
     Replica,
     Sequence,
     Slice,
@@ -33,7 +34,6 @@ from infinipipe.ir import (
     loss_denominator,
     parse_op,
 )
-from infinipipe.ir.file.store import PlanWriter
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 from infinipipe.errors import PlanFileError
-from infinipipe.ir import Header, PlanWriter, Step, open_plan
-from infinipipe.ir.file.check import verify_plan
+from infinipipe.ir import Header, PlanWriter, Step, open_plan, verify_plan
 from infinipipe.ir.file.encoding import Index, make_trailer
 from tests.plans import make_header, make_model, make_step, write_plan
 
@@ -422,7 +421,8 @@ def test_resume_of_what_another_version_began_says_how_to_go_on(path: Path, head
         path.with_name(PARTIAL).write_bytes(other)
         with pytest.raises(
             PlanFileError,
-            match=r"partial: was begun (by another infinipipe|with another format_version); compile without --resume$",
+            match=r"partial: was begun (by another infinipipe|with another format_version); "
+            r"compile without --resume$",
         ):
             resume(path, header)
 

@@ -79,9 +79,10 @@ def check_opening(path: Path, data: bytes) -> None:
 
 def make_trailer(offset: int, index: bytes) -> bytes:
     """Return the last object of a file whose index lies at an offset."""
-    without_crc32 = _TRAILER.pack(_BIN8, _MAGIC, offset, zlib.crc32(index), 0)[:-_CRC32_BYTES]
-    content = without_crc32.removeprefix(_BIN8)
-    return without_crc32 + zlib.crc32(content).to_bytes(_CRC32_BYTES)
+    index_crc32 = zlib.crc32(index)
+    unsigned = _TRAILER.pack(_BIN8, _MAGIC, offset, index_crc32, 0)
+    crc32 = _content_crc32(unsigned)
+    return _TRAILER.pack(_BIN8, _MAGIC, offset, index_crc32, crc32)
 
 
 def parse_trailer(path: Path, trailer: bytes, limit: int) -> int:
@@ -93,10 +94,16 @@ def parse_trailer(path: Path, trailer: bytes, limit: int) -> int:
     if len(trailer) != TRAILER_BYTES or not trailer.startswith(_BIN8 + _MAGIC):
         raise damaged(path, "its end is missing, or something was added to it")
     _, _, offset, _, stated_crc32 = _TRAILER.unpack(trailer)
-    content = trailer[len(_BIN8) : -_CRC32_BYTES]
-    if zlib.crc32(content) != stated_crc32 or not 0 < offset < limit:
+    actual_crc32 = _content_crc32(trailer)
+    if actual_crc32 != stated_crc32 or not 0 < offset < limit:
         raise damaged(path, "its last bytes are not those that were written")
     return int(offset)
+
+
+def _content_crc32(trailer: bytes) -> int:
+    """Return the checksum of what stands in a trailer before its own."""
+    content = trailer[len(_BIN8) : -_CRC32_BYTES]
+    return zlib.crc32(content)
 
 
 def unpack_index(path: Path, index: Index, index_offset: int) -> tuple[array[int], array[int]]:
@@ -107,24 +114,28 @@ def unpack_index(path: Path, index: Index, index_offset: int) -> tuple[array[int
     """
     offsets = _unpacked("Q", index.offsets)
     crc32s = _unpacked("I", index.crc32s)
-    count = len(offsets)
-    whole = len(index.offsets) == 8 * count and len(index.crc32s) == 4 * count
-    if not whole or not _covers(offsets, index_offset):
+    num_objects = len(offsets)
+    packed_sizes = (len(index.offsets), len(index.crc32s))
+    expected_sizes = (8 * num_objects, _CRC32_BYTES * num_objects)
+    if packed_sizes != expected_sizes or not _covers(offsets, index_offset):
         raise damaged(path, "its index does not cover the file")
     return offsets, crc32s
 
 
 def _covers(offsets: array[int], end: int) -> bool:
     """Return whether every byte from 0 to the end belongs to one object, none of them empty."""
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] >= end:
+    if not offsets:
         return False
-    return all(offset < following for offset, following in pairwise(offsets))
+    ascending = all(offset < following for offset, following in pairwise(offsets))
+    return ascending and offsets[0] == 0 and offsets[-1] < end
 
 
 def _unpacked(code: str, data: bytes) -> array[int]:
     """Return packed big-endian numbers; a part of a number at the end makes none."""
     numbers = array(code)
-    numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    num_whole = len(data) // numbers.itemsize
+    whole = data[: num_whole * numbers.itemsize]
+    numbers.frombytes(whole)
     if sys.byteorder == "little":
         numbers.byteswap()
     return numbers
@@ -161,7 +172,8 @@ def named_faults(path: Path) -> Iterator[None]:
     try:
         yield
     except VerifyError as error:
-        raise VerifyError(f"{shown(path)}: {shown(str(error))}; {AGAIN}") from None
+        why = shown(str(error))
+        raise VerifyError(f"{shown(path)}: {why}; {AGAIN}") from None
     except PlanFileError as error:
         raise PlanFileError(f"{shown(path)}: {error}") from None
 

@@ -18,7 +18,7 @@ from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
 # Kernels count tokens and rows with 32 bits; ranks, replicas and steps are far fewer.
 _MAX_COUNT = 2**31 - 1
 
-# The plan's integers are read as 64 bits with a sign by msgpack libraries of most languages.
+# Integers of a plan fit in 64 bits, a sign included.
 _MAX_INTEGER = 2**63 - 1
 
 _SHA256 = re.compile("[0-9a-f]{64}")
