@@ -1,4 +1,7 @@
-"""Ways to corrupt a valid step, whatever made it. Each breaks a rule, and the refusal must name the place."""
+"""Ways to corrupt a valid step, whatever made it.
+
+Each breaks a rule, and the refusal must name the place.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,11 @@ from infinipipe.ir import (
     chunk_chains,
     verify_step,
 )
-
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+from tests.plans import B, F, I, W
 
 Mutation = Callable[[Random, Header, Step], Step]
 MUTATIONS: dict[str, tuple[Mutation, str]] = {}
-"""Name to the mutation and the pattern of the place that the refusal names; `{r}` is the replica."""
+"""By name, a mutation and the pattern of the place that the refusal names; `{r}` is the replica."""
 
 OP = r"step \d+, replica {r}, stage \d+: op \d+[FBIW]-?\d+ "
 STAGE = r"step \d+, replica {r}, stage \d+: "
@@ -84,8 +86,8 @@ def edit_slice(draw: Random, step: Step, edit: Callable[[Slice], tuple[Slice, ..
 def edit_prediction(draw: Random, step: Step, **changes: Any) -> Step:
     def edit(replica: Replica) -> dict[str, Any]:
         stage = draw.randrange(len(replica.predicted))
-        found = replace(replica.predicted[stage], **changes)
-        return {"predicted": with_item(replica.predicted, stage, found)}
+        changed = replace(replica.predicted[stage], **changes)
+        return {"predicted": with_item(replica.predicted, stage, changed)}
 
     return edit_replica(step, edit)
 
@@ -361,9 +363,10 @@ NEEDS_CHAINS = [name for name in MUTATIONS if "of a chain" in name]
 
 
 def mutants(name: str, header: Header, step: Step, trials: int = 20) -> Iterator[tuple[Step, str]]:
-    """Yield corrupted steps and the pattern that the refusal begins with. The step itself must be valid and rich.
+    """Yield corrupted steps and the pattern that the refusal begins with.
 
-    Rich: it has a chain of two chunks, a second chain, and a chunk of two slices.
+    The step itself must be valid and rich: it has a chain of two chunks, a second chain, and a
+    chunk of two slices.
     """
     verify_step(header, step)
     function, pattern = MUTATIONS[name]

@@ -1,4 +1,7 @@
-"""Small valid plans made by hand: 1F1B over any number of stages, with split sequences and packed short ones."""
+"""Small valid plans made by hand: 1F1B over any number of stages.
+
+They have split sequences, and packed short ones.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from infinipipe.ir import (
     Model,
     Op,
     OpKind,
+    PlanWriter,
     Replica,
     Sequence,
     Slice,
@@ -28,8 +32,8 @@ from infinipipe.ir import (
     Step,
     chunk_chains,
     loss_denominator,
+    parse_op,
 )
-from infinipipe.ir.file.store import PlanWriter
 
 F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -58,7 +62,10 @@ def make_model(num_layers: int = 8, **changes: Any) -> Model:
 def make_header(
     num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, **changes: Any
 ) -> Header:
-    """Return a header whose layers are spread evenly, the first stages one more where they do not divide."""
+    """Return a header whose layers are spread evenly.
+
+    Where they do not divide, the first stages have one more.
+    """
     model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
     profile = msgspec.msgpack.encode(
@@ -102,7 +109,10 @@ def make_header(
 def make_chunks(
     lengths: SequenceOf[int], indices: SequenceOf[int], chunk_tokens: int = 16
 ) -> tuple[Chunk, ...]:
-    """Slice the sequences longer than a chunk; their last slice and the short ones are packed with what comes next."""
+    """Slice the sequences longer than a chunk.
+
+    Their last slice and the short ones are packed with what comes next.
+    """
     chunks: list[list[Slice]] = []
     for index in sorted(indices, key=lambda i: -lengths[i]):
         start = 0
@@ -115,7 +125,23 @@ def make_chunks(
             chunks[-1].append(rest)
         else:
             chunks.append([rest])
-    return tuple(Chunk(tuple(pieces)) for pieces in chunks)
+    return tuple(Chunk(tuple(slices)) for slices in chunks)
+
+
+def parse_program(stage: int, text: str) -> tuple[Op, ...]:
+    """Return the program that `show_program` showed.
+
+    Raises:
+        InputError: a word is not an op.
+        ValueError: an op is of another stage.
+    """
+    program = []
+    for word in text.split(" ") if text else ():
+        stated, op = parse_op(word)
+        if stated != stage:
+            raise ValueError(f"op {word} is of stage {stated}, in the program of stage {stage}")
+        program.append(op)
+    return tuple(program)
 
 
 def order_1f1b(chains: SequenceOf[tuple[int, ...]], stage: int, num_stages: int) -> tuple[Op, ...]:
@@ -131,7 +157,10 @@ def order_1f1b(chains: SequenceOf[tuple[int, ...]], stage: int, num_stages: int)
 
 
 def split_backwards(program: SequenceOf[Op]) -> tuple[Op, ...]:
-    """Replace every B by I, and do the W of a chunk right after the next I (the last ones at the end)."""
+    """Replace every B by I, and do the W of a chunk right after the next I.
+
+    The last ones come at the end.
+    """
     split: list[Op] = []
     waiting: list[Op] = []
     for op in program:
@@ -196,7 +225,10 @@ def make_step(
 
 
 def make_spans(step: Step) -> tuple[Span, ...]:
-    """Return a timeline in which F takes 1 s, B 3 s of which 1 s is recompute, I and W 1 s each, transfers nothing."""
+    """Return a timeline in which F takes 1 s, B 3 s of which 1 s is recompute, I and W 1 s each.
+
+    Transfers take no time.
+    """
     seconds = {F: 1.0, B: 3.0, I: 1.0, W: 1.0}
     spans = []
     for number, replica in enumerate(step.replicas):

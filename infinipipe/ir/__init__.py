@@ -21,10 +21,11 @@ from infinipipe.ir.plan import (
     Stage,
     StagePrediction,
     Step,
+    Totals,
     chunk_chains,
     loss_denominator,
 )
-from infinipipe.ir.text import parse_op, parse_program, show_op, show_program
+from infinipipe.ir.text import parse_op, show_op, show_program
 from infinipipe.ir.verify import verify_header, verify_step
 
 __all__ = [
@@ -51,12 +52,12 @@ __all__ = [
     "Stage",
     "StagePrediction",
     "Step",
+    "Totals",
     "Traits",
     "chunk_chains",
     "loss_denominator",
     "open_plan",
     "parse_op",
-    "parse_program",
     "show_op",
     "show_program",
     "verify_header",

@@ -1,6 +1,7 @@
-"""What each kind of op is: the one table that rules, proofs, timelines, costs and the runtime read.
+"""What each kind of op is: the table that rules, proofs, timelines, costs and the runtime read.
 
-A new kind of op is a member of `OpKind`, a row of `TRAITS`, and a handler in the runtime.
+A new kind of op is a member of `OpKind`, a row of `TRAITS`, its place in `COMPLETE`, and a handler
+in the runtime.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Direction(enum.IntEnum):
     DOWN = 1
     """To the next stage: an activation."""
     STAY = 0
+    """Nowhere: no other stage waits for it."""
     UP = -1
     """To the stage before: a gradient."""
 
@@ -25,6 +27,7 @@ class Held(enum.Enum):
     """What a stage holds of a chunk between two of its ops."""
 
     ACTIVATIONS = enum.auto()
+    """What the layers keep for their backward."""
     WEIGHT_INPUTS = enum.auto()
     """Inputs of a layer's products, and the gradients of their outputs."""
 
@@ -50,13 +53,33 @@ class Traits:
 
 
 TRAITS: dict[OpKind, Traits] = {
-    OpKind.FORWARD: Traits("forward", Direction.DOWN, None, Held.ACTIVATIONS, None),
-    OpKind.BACKWARD: Traits("backward", Direction.UP, OpKind.FORWARD, None, Held.ACTIVATIONS),
+    OpKind.FORWARD: Traits(
+        name="forward",
+        travels=Direction.DOWN,
+        needs=None,
+        opens=Held.ACTIVATIONS,
+        closes=None,
+    ),
+    OpKind.BACKWARD: Traits(
+        name="backward",
+        travels=Direction.UP,
+        needs=OpKind.FORWARD,
+        opens=None,
+        closes=Held.ACTIVATIONS,
+    ),
     OpKind.BACKWARD_INPUT: Traits(
-        "backward input", Direction.UP, OpKind.FORWARD, Held.WEIGHT_INPUTS, Held.ACTIVATIONS
+        name="backward input",
+        travels=Direction.UP,
+        needs=OpKind.FORWARD,
+        opens=Held.WEIGHT_INPUTS,
+        closes=Held.ACTIVATIONS,
     ),
     OpKind.BACKWARD_WEIGHT: Traits(
-        "backward weight", Direction.STAY, OpKind.BACKWARD_INPUT, None, Held.WEIGHT_INPUTS
+        name="backward weight",
+        travels=Direction.STAY,
+        needs=OpKind.BACKWARD_INPUT,
+        opens=None,
+        closes=Held.WEIGHT_INPUTS,
     ),
 }
 

@@ -1,19 +1,22 @@
 """The schedule IR: typed, frozen structs that say exactly what every stage does in every step.
 
-A plan is one `Header` and one `Step` per optimizer step. Nothing here knows costs,
-devices or file formats; `infinipipe.ir.file.store` writes it and `infinipipe.ir.verify` proves it.
+A plan is one `Header`, one `Step` per optimizer step, and the `Totals` of the steps. Nothing here
+knows costs, devices or file formats; `infinipipe.ir.file.store` writes a plan and
+`infinipipe.ir.verify` proves it.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Sequence as SequenceOf
 from typing import Literal
 
 import msgspec
 
 FORMAT_VERSION = 1
+"""Of the plan file; a change of any struct of this page, or of `file.encoding`, makes another."""
 
 LossNorm = Literal["token", "sequence"]
 DType = Literal["float32", "bfloat16"]
@@ -79,8 +82,8 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a job's devices are used: replicas of pipelines of stages of ranks that share sequences.
 
-    Axes are those of `infinipipe.runtime.ranks`; a rank's number grows fastest along `sequence_parallel`,
-    then along the stages, then along the replicas.
+    Axes are those of `infinipipe.runtime.ranks`; a rank's number grows fastest along
+    `sequence_parallel`, then along the stages, then along the replicas.
     """
 
     num_stages: int
@@ -103,7 +106,10 @@ class DatasetInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     sha256: str
     """Of the file's bytes."""
     tokenizer: str
-    """`ids` (the file holds token ids), `bytes`, `lengths` (planned, cannot run), or the tokenizer's directory."""
+    """What made the tokens: `ids` (the file holds them), `bytes`, or the tokenizer's directory.
+
+    `lengths` says that the file has no tokens: such a plan cannot run.
+    """
     tokenizer_sha256: str
     """Of the directory's `tokenizer.json`; empty where no such file is used."""
     num_sequences: int
@@ -189,9 +195,9 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
     def split_slice(self, sequences: SequenceOf[Sequence]) -> Slice | None:
         """Return the slice that is only a part of its sequence, if there is one."""
-        for piece in self.slices:
-            if piece.length != sequences[piece.sequence].length:
-                return piece
+        for slice_ in self.slices:
+            if slice_.length != sequences[slice_.sequence].length:
+                return slice_
         return None
 
 
@@ -215,7 +221,7 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
     """What the simulator expects of one stage in one step."""
 
     busy_s: float
-    """Seconds in F and B, recompute included."""
+    """Seconds in ops, recompute included."""
     recompute_s: float
     bubble_s: float
     """Seconds of the replica's makespan in which the stage waits."""
@@ -223,16 +229,21 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, a
 
 
 class Search(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a replica's schedule was found. It is the same wherever the plan is compiled, so it holds no seconds."""
+    # One line of the schema that `infinipipe inspect --schema` prints.
+    """How a replica's schedule was found. It is the same wherever the plan is compiled, so it \
+holds no seconds."""
 
     winner: str
     """What made the schedule: a policy, and the settings it chose."""
     solver: str | None = None
-    """`HiGHS` or `SCIP` where a program chose the recompute counts, None where none was needed."""
+    """`HiGHS` or `SCIP` where one chose the recompute counts, None where none was needed."""
     status: str | None = None
     """How the solver ended, in its own words."""
     gap: float | None = None
-    """How far the solver's own objective may be from the best, relative to its bound; None without one."""
+    """How far the solver's own objective may be from the best, relative to its bound.
+
+    None without a bound.
+    """
 
 
 class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,7 +266,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     index: int
     sequences: tuple[Sequence, ...]
     denominator: int
-    """Divides the summed loss: targets of the batch (`token`), or its sequences with a target (`sequence`)."""
+    """Divides the summed loss; see `loss_denominator`."""
     replicas: tuple[Replica, ...]
     makespan_s: float
     """Simulated seconds from the first F to the last B over all replicas."""
@@ -275,23 +286,70 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return sum(s.num_targets for s in self.sequences)
 
 
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sums over all steps."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_chunks: int = 0
+    num_ops: int = 0
+    makespan_s: float = 0.0
+    bound_s: float = 0.0
+    step_s: float = 0.0
+
+    @property
+    def finite(self) -> bool:
+        """Whether the times are numbers."""
+        times = (self.makespan_s, self.bound_s, self.step_s)
+        return all(map(math.isfinite, times))
+
+    def plus(self, step: Step) -> Totals:
+        """Return the sums with one more step."""
+        num_chunks = sum(len(replica.chunks) for replica in step.replicas)
+        num_ops = sum(len(program) for replica in step.replicas for program in replica.programs)
+        return Totals(
+            num_steps=self.num_steps + 1,
+            num_sequences=self.num_sequences + len(step.sequences),
+            num_tokens=self.num_tokens + step.num_tokens,
+            num_targets=self.num_targets + step.num_targets,
+            num_chunks=self.num_chunks + num_chunks,
+            num_ops=self.num_ops + num_ops,
+            makespan_s=self.makespan_s + step.makespan_s,
+            bound_s=self.bound_s + step.bound_s,
+            step_s=self.step_s + step.step_s,
+        )
+
+
 def loss_denominator(sequences: SequenceOf[Sequence], loss_norm: LossNorm) -> int:
-    """Return what the summed loss of a global batch is divided by; 0 if it has no target at all."""
+    """Return what the summed loss of a global batch is divided by; 0 if it has no target at all.
+
+    `token`: the targets of the batch. `sequence`: its sequences that have a target.
+    """
     if loss_norm == "token":
         return sum(s.num_targets for s in sequences)
-    return sum(s.num_targets > 0 for s in sequences)
+    return sum(1 for s in sequences if s.num_targets > 0)
 
 
 def chunk_chains(
     chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]
 ) -> list[tuple[int, ...]]:
-    """Group chunk indices into chains: the chunks of one split sequence by context, every other chunk alone.
+    """Group chunk indices into chains: the chunks of one split sequence by context.
 
-    Chains come in the order of their first chunk.
+    Every other chunk is a chain alone. Chains come in the order of their first chunk.
     """
     chains: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for index, chunk in enumerate(chunks):
-        piece = chunk.split_slice(sequences)
-        key = ("chunk", index) if piece is None else ("sequence", piece.sequence)
-        chains.setdefault(key, []).append((0 if piece is None else piece.start, index))
-    return [tuple(index for _, index in sorted(members)) for members in chains.values()]
+        slice_ = chunk.split_slice(sequences)
+        if slice_ is None:
+            chains["chunk", index] = [(0, index)]
+        else:
+            chain = chains.setdefault(("sequence", slice_.sequence), [])
+            chain.append((slice_.start, index))
+    return [_in_order(chain) for chain in chains.values()]
+
+
+def _in_order(chain: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Return the indices of pairs of context and index."""
+    return tuple(index for _, index in sorted(chain))

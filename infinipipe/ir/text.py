@@ -14,7 +14,14 @@ from infinipipe.ir.plan import Op, OpKind
 
 # Eighteen digits fit every integer that the plan file can hold without a sign.
 _NUMBER = "(0|[1-9][0-9]{0,17})"
-_OP = re.compile(f"{_NUMBER}([FBIW]){_NUMBER}")
+_LETTERS = "".join(OpKind)
+_OP = re.compile(f"{_NUMBER}([{_LETTERS}]){_NUMBER}")
+
+# Enough to recognise a wrong text by, few enough to keep the error on one line.
+_QUOTED_CHARACTERS = 40
+
+# A letter is read by its name: "an F", but "a B".
+_LETTERS_WITH_AN = frozenset("AEFHILMNORSX")
 
 
 def show_op(stage: int, op: Op) -> str:
@@ -23,18 +30,24 @@ def show_op(stage: int, op: Op) -> str:
 
 
 def parse_op(text: str) -> tuple[int, Op]:
-    """Return the stage and the op that a text form names.
+    """Return the stage and the op that a text form names, for tools that read exports and spans.
 
     Raises:
         InputError: the text is not exactly one op.
     """
     match = _OP.fullmatch(text)
     if match is None:
-        raise InputError(
-            f"not an op: {text[:40]!a}; write stage, kind (F, B, I or W) and chunk, as in 2F0"
-        )
+        quoted = ascii(text[:_QUOTED_CHARACTERS])
+        letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+        raise InputError(f"not an op: {quoted}; write stage, kind ({letters}) and chunk, as in 2F0")
     stage, kind, chunk = match.groups()
     return int(stage), Op(OpKind(kind), int(chunk))
+
+
+def show_kind(kind: OpKind) -> str:
+    """Return a kind's letter with its article, as in `an F`."""
+    article = "an" if kind.value in _LETTERS_WITH_AN else "a"
+    return f"{article} {kind.value}"
 
 
 def show_program(stage: int, program: SequenceOf[Op]) -> str:
@@ -42,29 +55,24 @@ def show_program(stage: int, program: SequenceOf[Op]) -> str:
     return " ".join(show_op(stage, op) for op in program)
 
 
-def parse_program(stage: int, text: str) -> tuple[Op, ...]:
-    """Return the program that `show_program` showed.
-
-    Raises:
-        InputError: a word is not an op, or is an op of another stage.
-    """
-    program = []
-    for word in text.split(" ") if text else ():
-        found, op = parse_op(word)
-        if found != stage:
-            raise InputError(f"op {word} is of stage {found}, in the program of stage {stage}")
-        program.append(op)
-    return tuple(program)
-
-
 def window(stage: int, program: SequenceOf[Op], position: int, radius: int = 3) -> str:
     """Return the ops around a position with a marker on it, as in `... 2F3 >>2B0<< 2F4 ...`.
 
     The position after the last op is marked as the end.
     """
-    first, last = max(0, position - radius), min(len(program), position + radius + 1)
-    words = [show_op(stage, op) for op in program[first:last]]
+    words = [show_op(stage, op) for op in program]
     if position == len(program):
         words.append("end")
-    words[position - first] = f">>{words[position - first]}<<"
-    return " ".join(["..."] * (first > 0) + words + ["..."] * (last < len(program)))
+    return marked(words, position, radius)
+
+
+def marked(words: SequenceOf[str], position: int, radius: int) -> str:
+    """Return the words around a position with a marker on it, as in `... 7 >>8<< 9 ...`."""
+    first = max(0, position - radius)
+    end = position + radius + 1
+    shown = [*words[first:position], f">>{words[position]}<<", *words[position + 1 : end]]
+    if first > 0:
+        shown.insert(0, "...")
+    if end < len(words):
+        shown.append("...")
+    return " ".join(shown)

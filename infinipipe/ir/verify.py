@@ -1,24 +1,29 @@
-"""Prove a plan: many small rules, always on after compile and at load.
+"""The rules applied to a header and to a step: always on, after compile and at load.
 
-`rules.header`, `rules.step` and `rules.program` hold the rules and run first those that check ranges, so
-that no plan, however broken, makes a later one fail in another way than with `VerifyError`.
+`infinipipe.ir.rules` holds the rules, many and small. Those that check ranges run first, so that no
+plan, however broken, makes a later one fail in another way than with `VerifyError`.
 """
 
 from __future__ import annotations
 
 from infinipipe.ir.plan import Header, Step
 from infinipipe.ir.rules.header import HEADER_RULES
-from infinipipe.ir.rules.program import (
-    PIPELINE_RULES,
-    PROGRAM_RULES,
-    SHAPE_RULES,
-    ProgramCase,
-    ReplicaCase,
-)
+from infinipipe.ir.rules.program import PROGRAM_RULES, ProgramCase
+from infinipipe.ir.rules.replica import PIPELINE_RULES, SHAPE_RULES, ReplicaCase
+from infinipipe.ir.rules.slicing import SLICING_RULES, SlicingCase
 from infinipipe.ir.rules.step import STEP_RULES
 
-RULES = (*HEADER_RULES, *STEP_RULES, *SHAPE_RULES, *PROGRAM_RULES, *PIPELINE_RULES)
-"""All of them; the first line of each one's docstring is what `infinipipe verify` says it has checked."""
+RULES = (
+    *HEADER_RULES,
+    *STEP_RULES,
+    *SLICING_RULES,
+    *SHAPE_RULES,
+    *PROGRAM_RULES,
+    *PIPELINE_RULES,
+)
+"""All of them; the first paragraph of each one's docstring is what `infinipipe verify` says it has
+checked.
+"""
 
 
 def verify_header(header: Header) -> None:
@@ -39,6 +44,9 @@ def verify_step(header: Header, step: Step) -> None:
     """
     for step_rule in STEP_RULES:
         step_rule(header, step)
+    slicing = SlicingCase(header, step)
+    for slicing_rule in SLICING_RULES:
+        slicing_rule(slicing)
     for number, replica in enumerate(step.replicas):
         _verify_replica(ReplicaCase(header, step, number, replica))
 

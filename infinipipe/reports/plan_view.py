@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from infinipipe.ir.file.encoding import Index, Totals
+from infinipipe.ir import Totals
+from infinipipe.ir.file.encoding import Index
 from infinipipe.ir.file.store import PlanReader
 from infinipipe.ir.plan import (
     Chunk,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinipipe.costs.simulate import DIRECTIONS, STAY, Timeline, simulate
 from infinipipe.ir import Op, OpKind
-from infinipipe.ir.text import parse_program
+from tests.plans import parse_program
 from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_programs
 
 

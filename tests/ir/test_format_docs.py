@@ -12,9 +12,19 @@ import msgpack
 import msgspec
 import pytest
 
-from infinipipe.ir import FORMAT_VERSION, Header, Replica, Search, Step, show_program
-from infinipipe.ir.file.encoding import TRAILER_BYTES, Index, Totals
-from infinipipe.ir.plan import DatasetInfo, Model, Stage
+from infinipipe.ir import (
+    FORMAT_VERSION,
+    DatasetInfo,
+    Header,
+    Model,
+    Replica,
+    Search,
+    Stage,
+    Step,
+    Totals,
+    show_program,
+)
+from infinipipe.ir.file.encoding import TRAILER_BYTES, Index
 from tests.plans import make_header, make_model, write_plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text()

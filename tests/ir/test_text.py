@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Op, OpKind
-from infinipipe.ir.text import parse_op, parse_program, show_op, show_program, window
+from infinipipe.ir.text import parse_op, show_kind, show_op, show_program, window
+from tests.plans import parse_program
 
 NUMBERS = st.integers(0, 10**18 - 1)
 OPS = st.builds(Op, st.sampled_from(OpKind), NUMBERS)
@@ -51,10 +52,14 @@ def test_only_the_exact_form_parses(text: str) -> None:
 
 
 def test_program_refuses_other_stages_and_loose_spaces() -> None:
-    with pytest.raises(InputError, match="op 1F0 is of stage 1, in the program of stage 0"):
+    with pytest.raises(ValueError, match="op 1F0 is of stage 1, in the program of stage 0"):
         parse_program(0, "0F0 1F0")
     with pytest.raises(InputError, match="not an op"):
         parse_program(0, "0F0  0F1")
+
+
+def test_kinds_have_their_article() -> None:
+    assert [show_kind(kind) for kind in OpKind] == ["an F", "a B", "an I", "a W"]
 
 
 def test_window_marks_the_position() -> None:

@@ -1,4 +1,7 @@
-"""Valid plans pass; plans corrupted in every way the rules forbid are refused by a message that names the place."""
+"""Valid plans pass; plans corrupted in every way the rules forbid are refused.
+
+The message names the place.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from infinipipe.ir import (
     Chunk,
     Header,
     Op,
+    OpKind,
+    PlanWriter,
     Replica,
     Sequence,
     Slice,
@@ -30,15 +35,12 @@ from infinipipe.ir import (
     chunk_chains,
     loss_denominator,
     open_plan,
-    parse_program,
     show_program,
     verify_header,
     verify_plan,
     verify_step,
 )
-from infinipipe.ir.file.store import PlanWriter
-from infinipipe.ir.plan import OpKind
-from tests.plans import B, F, I, W, make_header, make_model, make_step, write_plan
+from tests.plans import B, F, I, W, make_header, make_model, make_step, parse_program, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
 STEP = make_step(HEADER, 2)
@@ -718,11 +720,12 @@ def test_garbage_is_refused_and_never_crashes_a_rule(
 
 @pytest.mark.parametrize("mutate", ["swap", "move", "drop", "repeat", "kind"])
 def test_random_mutations_of_programs(mutate: str) -> None:
-    """Every changed program is refused, or is another valid schedule: then the order of its chains still holds."""
-    draw, edits = (
-        random.Random(1),
-        {"swap": swap, "move": move, "drop": drop, "repeat": repeat, "kind": other_kind},
-    )
+    """Every changed program is refused, or is another valid schedule.
+
+    Then the order of its chains still holds.
+    """
+    draw = random.Random(1)
+    edits = {"swap": swap, "move": move, "drop": drop, "repeat": repeat, "kind": other_kind}
     for _ in range(200):
         step = draw.choice((STEP, SPLIT))
         number, stage = draw.randrange(2), draw.randrange(3)
@@ -739,7 +742,10 @@ def test_random_mutations_of_programs(mutate: str) -> None:
 
 
 def passes_or_names(step: Step, number: int) -> None:
-    """What passes must be a schedule that the independent simulator brings to its end, with its chains in order."""
+    """What passes must be a schedule that the independent simulator brings to its end.
+
+    Its chains are in order.
+    """
     try:
         verify_step(HEADER, step)
     except VerifyError:
@@ -759,7 +765,8 @@ def passes_or_names(step: Step, number: int) -> None:
                 assert ends[stage, F, before] < ends[stage, F, after]
                 assert ends[stage, backward, before] > ends[stage, backward, after]
     for chunk in range(len(replica.chunks)):
-        assert ends[0, F, chunk] < ends[1, F, chunk] < ends[2, F, chunk] < ends[2, backward, chunk]
+        assert ends[0, F, chunk] < ends[1, F, chunk] < ends[2, F, chunk]
+        assert ends[2, F, chunk] < ends[2, backward, chunk]
         assert ends[2, backward, chunk] < ends[1, backward, chunk] < ends[0, backward, chunk]
 
 
@@ -793,7 +800,10 @@ def other_kind(draw: random.Random, program: list[Op]) -> list[Op]:
 
 
 def test_verifying_is_fast() -> None:
-    """20 steps a second of 512 sequences on 8 stages; the best of a few, as test machines are busy."""
+    """20 steps a second of 512 sequences on 8 stages.
+
+    The best of a few, as test machines are busy.
+    """
     draw = random.Random(0)
     dataset = replace(HEADER.dataset, num_sequences=10**6, num_tokens=10**9)
     header = make_header(num_stages=8, batch_size=512, dataset=dataset)

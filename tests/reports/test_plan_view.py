@@ -9,7 +9,7 @@ from pathlib import Path
 import msgpack
 import msgspec
 
-from infinipipe.ir import Step, open_plan, parse_program
+from infinipipe.ir import Step, open_plan
 from infinipipe.reports.plan_view import (
     PlanView,
     StepView,
@@ -19,7 +19,7 @@ from infinipipe.reports.plan_view import (
     step_document,
     step_summary,
 )
-from tests.plans import make_header, make_step, write_plan
+from tests.plans import make_header, make_step, parse_program, write_plan
 
 
 def test_plan_document_is_plain_and_complete(tmp_path: Path) -> None:

@@ -18,15 +18,26 @@ from infinipipe.ir.file import encoding
 from infinipipe.units import shown
 
 BLOCK_BYTES = 1 << 16
+"""Read at a time: large enough that calls cost little, small enough that memory does not grow."""
+
+# What `open` gives to a new file, less the user's umask.
+_PERMISSIONS = 0o666
 
 
 def open_alone(path: Path) -> BinaryIO:
-    """Open a temporary file to read and write, if no other process does."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    """Open a temporary file to read and write, if no other process does.
+
+    Raises:
+        BlockingIOError: another one does.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, _PERMISSIONS)
+    file = os.fdopen(descriptor, "r+b")
     try:
         _lock(file)
         # The other process may have ended, and renamed this file, between our two calls.
-        if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        opened = os.fstat(file.fileno())
+        if not os.path.samestat(opened, path.stat()):
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         file.close()
@@ -46,8 +57,10 @@ def _lock(file: BinaryIO) -> None:
 
 def complete_objects(file: BinaryIO) -> Iterator[bytes]:
     """Yield the bytes of the whole msgpack objects that a file begins with."""
-    size, start = os.fstat(file.fileno()).st_size, 0
-    unpacker = msgpack.Unpacker(file, read_size=BLOCK_BYTES, max_buffer_size=max(size, BLOCK_BYTES))
+    size = os.fstat(file.fileno()).st_size
+    buffer_bytes = max(size, BLOCK_BYTES)
+    unpacker = msgpack.Unpacker(file, read_size=BLOCK_BYTES, max_buffer_size=buffer_bytes)
+    start = 0
     while True:
         try:
             unpacker.skip()
@@ -59,10 +72,15 @@ def complete_objects(file: BinaryIO) -> Iterator[bytes]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a plan file to read."""
+    """Open a plan file to read.
+
+    Raises:
+        PlanFileError: it cannot be opened, or is no regular file.
+    """
     try:
         # Opening a pipe would wait for a writer.
-        if not stat.S_ISREG(path.stat().st_mode):
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
             raise PlanFileError(
                 f"{shown(path)}: not a regular file; make a plan with `infinipipe compile`"
             )
@@ -75,7 +93,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_at(path: Path, file: BinaryIO, offset: int, size: int) -> bytes:
-    """Read bytes from an offset; fewer where the file ends."""
+    """Read bytes from an offset; fewer where the file ends.
+
+    Raises:
+        PlanFileError: they cannot be read.
+    """
     try:
         # Not seek and read: threads may share a reader.
         return os.pread(file.fileno(), size, offset)

@@ -25,8 +25,8 @@ import msgspec
 
 from infinipipe.errors import PlanFileError
 from infinipipe.ir.file import encoding, files
-from infinipipe.ir.file.encoding import Index, Totals
-from infinipipe.ir.plan import Header, Step
+from infinipipe.ir.file.encoding import Index
+from infinipipe.ir.plan import Header, Step, Totals
 from infinipipe.ir.verify import verify_header, verify_step
 from infinipipe.units import shown
 
@@ -34,12 +34,14 @@ from infinipipe.units import shown
 class PlanWriter:
     """Writes a plan under a temporary name and renames it when all steps are there.
 
-    A context manager. An error removes the temporary file; an interrupt or a kill leaves it, and with `resume`
-    the next writer of the same header keeps its complete steps and goes on after them. Either way the plan has
-    the same bytes, and one that was there before stays until the new one is complete.
+    A context manager. An error removes the temporary file; an interrupt or a kill leaves it, and
+    with `resume` the next writer of the same header keeps its complete steps and goes on after
+    them. Either way the plan has the same bytes, and one that was there before stays until the new
+    one is complete.
 
     Raises:
-        PlanFileError: the file cannot be written, or what is to be resumed was begun with another header.
+        PlanFileError: the file cannot be written, or what is to be resumed was begun with another
+            header.
     """
 
     def __init__(self, path: Path, header: Header, *, resume: bool = False) -> None:
@@ -50,7 +52,8 @@ class PlanWriter:
         self._temporary = path.with_name(path.name + ".partial")
         self._encoder = msgspec.msgpack.Encoder()
         self._digest = hashlib.sha256()
-        self._offsets, self._crc32s = bytearray(), bytearray()
+        self._offsets = bytearray()
+        self._crc32s = bytearray()
         self._size = 0
 
     @property
@@ -73,9 +76,8 @@ class PlanWriter:
 
     def append(self, step: Step) -> None:
         """Write the next step."""
-        assert step.index == self.num_steps < self.header.num_steps, (
-            "steps come in order, as many as promised"
-        )
+        assert step.index == self.num_steps, "steps come in order"
+        assert step.index < self.header.num_steps, "no more steps come than the header states"
         with self._mapped_errors():
             self._write(self._encoder.encode(step))
         self.totals = self.totals.plus(step)
@@ -93,10 +95,11 @@ class PlanWriter:
         self._file.close()
 
     def _leave(self, keep: bool) -> None:
-        # Removed before it is closed, which ends the lock: later it might be the file of another writer.
+        """End without a plan; keep the steps there are for `resume`, or nothing."""
+        # Removed before it is closed, which ends the lock: later it might be another writer's file.
         if not keep:
             self._temporary.unlink(missing_ok=True)
-        # Closing flushes, which can fail as well; what stopped us first is what the user must hear of.
+        # Closing flushes, which can fail as well; what stopped us first is what the user must hear.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -104,22 +107,27 @@ class PlanWriter:
         header = self._encoder.encode(self.header)
         if len(header) > encoding.MOST_HEADER_BYTES:
             raise PlanFileError(
-                f"{shown(self.path)}: the header has {len(header)} bytes, more than {encoding.MOST_HEADER_BYTES}; "
-                "choose another profile with --profile"
+                f"{shown(self.path)}: the header has {len(header)} bytes, "
+                f"more than {encoding.MOST_HEADER_BYTES}; choose another profile with --profile"
             )
-        for number, data in enumerate(files.complete_objects(self._file) if self._resume else ()):
-            if number == 0 and data != header:
-                raise self._other_header(data)
-            if number > 0 and not self._keep(data):
-                break
-            self._count(data)
+        if self._resume:
+            self._keep_objects(header)
         self._file.seek(self._size)
         self._file.truncate()
         if self._size == 0:
             self._write(header)
 
-    def _keep(self, data: bytes) -> bool:
-        """Take a step that is already in the file into account, if it is one."""
+    def _keep_objects(self, header: bytes) -> None:
+        """Count what is already in the file: the header, and the complete steps after it."""
+        for number, data in enumerate(files.complete_objects(self._file)):
+            if number == 0 and data != header:
+                raise self._other_header(data)
+            if number > 0 and not self._keep_step(data):
+                return
+            self._count(data)
+
+    def _keep_step(self, data: bytes) -> bool:
+        """Add an object that is already in the file to the totals, if it is the next step."""
         try:
             step = encoding.decode(self._temporary, data, Step, "step")
             verify_step(self.header, step)
@@ -131,22 +139,22 @@ class PlanWriter:
         return True
 
     def _other_header(self, data: bytes) -> PlanFileError:
+        """Return the error of a file that begins with a header other than ours."""
+        begun = f"{shown(self._temporary)}: was begun"
+        advice = "compile without --resume"
         try:
-            found = encoding.decode_header(self._temporary, data)
+            other = encoding.decode_header(self._temporary, data)
         except PlanFileError:
-            return PlanFileError(
-                f"{shown(self._temporary)}: was begun by another infinipipe; compile without --resume"
-            )
+            return PlanFileError(f"{begun} by another infinipipe; {advice}")
         names = [
             name
-            for name in found.__struct_fields__
-            if getattr(found, name) != getattr(self.header, name)
+            for name in other.__struct_fields__
+            if getattr(other, name) != getattr(self.header, name)
         ]
-        return PlanFileError(
-            f"{shown(self._temporary)}: was begun with another {', '.join(names)}; compile without --resume"
-        )
+        return PlanFileError(f"{begun} with another {', '.join(names)}; {advice}")
 
     def _count(self, data: bytes) -> None:
+        """Add an object to the index and to the digest."""
         self._offsets += self._size.to_bytes(8)
         self._crc32s += zlib.crc32(data).to_bytes(4)
         self._digest.update(data)
@@ -160,15 +168,15 @@ class PlanWriter:
 
     def _complete(self) -> None:
         assert self.num_steps == self.header.num_steps, "a plan is complete with all its steps"
-        index = self._encoder.encode(
-            Index(
-                offsets=bytes(self._offsets),
-                crc32s=bytes(self._crc32s),
-                sha256=self._digest.hexdigest(),
-                totals=self.totals,
-            )
+        index = Index(
+            offsets=bytes(self._offsets),
+            crc32s=bytes(self._crc32s),
+            sha256=self._digest.hexdigest(),
+            totals=self.totals,
         )
-        self._file.write(index + encoding.make_trailer(self._size, index))
+        packed = self._encoder.encode(index)
+        self._file.write(packed)
+        self._file.write(encoding.make_trailer(self._size, packed))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._temporary.replace(self.path)
@@ -197,22 +205,26 @@ class PlanReader:
         self.path = path
         self._file = files.open_regular(path)
         try:
-            self._index_offset, index = _read_index(path, self._file)
-            self._offsets, self._crc32s = encoding.unpack_index(path, index, self._index_offset)
-            self.sha256, self.totals = index.sha256, index.totals
-            self.header = encoding.decode_header(path, self._checked(0, "header"))
-            if not self.totals.finite:
-                raise encoding.damaged(path, "its totals are not finite")
-            if self.header.num_steps != self.num_steps or self.totals.num_steps != self.num_steps:
-                raise encoding.damaged(
-                    path,
-                    f"the file holds {self.num_steps} steps, its header promises another number",
-                )
-            with encoding.named_faults(path):
-                verify_header(self.header)
+            self._open()
         except BaseException:
             self._file.close()
             raise
+
+    def _open(self) -> None:
+        """Read and check all but the steps."""
+        path = self.path
+        self._index_offset, index = _read_index(path, self._file)
+        self._offsets, self._crc32s = encoding.unpack_index(path, index, self._index_offset)
+        self.sha256 = index.sha256
+        self.totals = index.totals
+        self.header = encoding.decode_header(path, self._checked(0, "header"))
+        if not self.totals.finite:
+            raise encoding.damaged(path, "its totals are not finite")
+        if self.header.num_steps != self.num_steps or self.totals.num_steps != self.num_steps:
+            why = f"the file holds {self.num_steps} steps, its header promises another number"
+            raise encoding.damaged(path, why)
+        with encoding.named_faults(path):
+            verify_header(self.header)
 
     @property
     def num_steps(self) -> int:
@@ -231,9 +243,10 @@ class PlanReader:
                 f"{shown(self.path)}: no step {index}; choose 0 to {self.num_steps - 1} with --step"
             )
         what = f"step {index}"
-        step = encoding.decode(self.path, self._checked(index + 1, what), Step, what)
+        data = self._checked(index + 1, what)
+        step = encoding.decode(self.path, data, Step, what)
         if step.index != index:
-            raise encoding.damaged(self.path, f"step {index} says it is step {step.index}")
+            raise encoding.damaged(self.path, f"{what} says it is step {step.index}")
         with encoding.named_faults(self.path):
             verify_step(self.header, step)
         return step
@@ -250,9 +263,11 @@ class PlanReader:
         Raises:
             PlanFileError: the bytes are not those that were written.
         """
-        digest, start = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        start = 0
         while start < self._index_offset:
-            block = self._read(start, min(files.BLOCK_BYTES, self._index_offset - start))
+            size = min(files.BLOCK_BYTES, self._index_offset - start)
+            block = self._read(start, size)
             if not block:
                 raise encoding.damaged(self.path, "the file was cut short while it was read")
             digest.update(block)
@@ -274,8 +289,10 @@ class PlanReader:
         return files.read_at(self.path, self._file, offset, size)
 
     def _checked(self, number: int, what: str) -> bytes:
+        """Read the object of a number, the header's being 0, and compare its checksum."""
+        is_last = number == self.num_steps
         start = self._offsets[number]
-        stop = self._offsets[number + 1] if number < self.num_steps else self._index_offset
+        stop = self._index_offset if is_last else self._offsets[number + 1]
         data = self._read(start, stop - start)
         if zlib.crc32(data) != self._crc32s[number]:
             raise encoding.damaged(self.path, f"the checksum of its {what} does not match")
@@ -283,7 +300,7 @@ class PlanReader:
 
 
 def open_plan(path: Path) -> PlanReader:
-    """Open a plan file; its header, index and trailer are checked, and every step when it is read.
+    """Open a plan file; header, index and trailer are checked, and every step when it is read.
 
     Raises:
         PlanFileError: the file is missing, damaged, truncated, foreign, or of another format.
@@ -294,8 +311,10 @@ def open_plan(path: Path) -> PlanReader:
 
 def _read_index(path: Path, file: BinaryIO) -> tuple[int, Index]:
     """Find the index from the end of the file; return its offset and content."""
-    encoding.check_opening(path, files.read_at(path, file, 0, encoding.OPENING_BYTES))
-    trailer_offset = os.fstat(file.fileno()).st_size - encoding.TRAILER_BYTES
+    opening = files.read_at(path, file, 0, encoding.OPENING_BYTES)
+    encoding.check_opening(path, opening)
+    file_bytes = os.fstat(file.fileno()).st_size
+    trailer_offset = file_bytes - encoding.TRAILER_BYTES
     trailer = files.read_at(path, file, max(0, trailer_offset), encoding.TRAILER_BYTES)
     offset = encoding.parse_trailer(path, trailer, trailer_offset)
     data = files.read_at(path, file, offset, trailer_offset - offset)

@@ -14,7 +14,16 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from infinipipe.ir.plan import Op, OpKind
+from infinipipe.ir.ops import TRAITS, Direction
+from infinipipe.ir.plan import Op
+
+# As plain integers: arithmetic with members of an enum is slower.
+_DOWN = int(Direction.DOWN)
+_UP = int(Direction.UP)
+_DIRECTIONS = {kind: int(traits.travels) for kind, traits in TRAITS.items()}
+
+# More ops than a program can have.
+_MORE_THAN_ANY = 2**63
 
 
 @dataclass(frozen=True)
@@ -32,83 +41,116 @@ class Wait:
 def find_deadlock(programs: SequenceOf[SequenceOf[Op]], posted_ahead: int = 1) -> tuple[Wait, ...]:
     """Return stages that wait for each other in a circle; none if all programs end.
 
-    The transfers must be matched: neighbours have the same F in the same order, and the same B and I.
+    The transfers must be matched: neighbours have the same F in the same order, and the same B
+    and I.
     """
-    state = _Pipeline(programs, posted_ahead)
-    state.run()
-    waits = {stage: state.wait(stage) for stage in range(len(programs)) if not state.ended(stage)}
+    pipeline = _Pipeline(programs, posted_ahead)
+    pipeline.run()
+    waits = {}
+    for stage in range(len(programs)):
+        if not pipeline.ended(stage):
+            waits[stage] = pipeline.wait(stage)
     return _circle(waits) if waits else ()
 
 
 class _Pipeline:
-    """Counts of begun ops, per stage and direction. Which chunk it is need not be known, as orders match."""
+    """Counts of begun ops, per stage and direction.
+
+    Which chunk an op is of need not be known, as orders match.
+    """
 
     def __init__(self, programs: SequenceOf[SequenceOf[Op]], posted_ahead: int) -> None:
+        num_stages = len(programs)
         self.posted_ahead = posted_ahead
-        # Direction +1 for F, -1 for B and I, 0 for W, which has no transfer.
-        direction = {
-            OpKind.FORWARD: 1,
-            OpKind.BACKWARD: -1,
-            OpKind.BACKWARD_INPUT: -1,
-            OpKind.BACKWARD_WEIGHT: 0,
+        self.directions = [[_DIRECTIONS[op.kind] for op in program] for program in programs]
+        self.begun = {
+            _DOWN: _none_begun(num_stages),
+            _UP: _none_begun(num_stages),
         }
-        self.directions = [[direction[op.kind] for op in program] for program in programs]
-        # Ops that each stage has begun, by direction.
-        self.begun = {d: [0] * len(programs) for d in (-1, 1)}
-        self.positions = [0] * len(programs)
-        self.sending = [False] * len(programs)
+        self.positions = [0] * num_stages
+        # Whether the op at a stage's position has run and is not yet sent.
+        self.sending = [False] * num_stages
 
     def ended(self, stage: int) -> bool:
-        return self.positions[stage] == len(self.directions[stage])
+        num_ops = len(self.directions[stage])
+        return self.positions[stage] == num_ops
 
     def run(self) -> None:
         """Let every stage go as far as it can, until none can."""
-        awake = deque(range(len(self.directions)))
-        asleep = [False] * len(self.directions)
+        num_stages = len(self.directions)
+        awake = deque(range(num_stages))
+        asleep = [False] * num_stages
         while awake:
             stage = awake.popleft()
             asleep[stage] = True
-            if self._advance(stage):
-                for neighbour in (stage - 1, stage + 1):
-                    if 0 <= neighbour < len(asleep) and asleep[neighbour]:
-                        asleep[neighbour] = False
-                        awake.append(neighbour)
+            any_begun = self._advance(stage)
+            if not any_begun:
+                continue
+            for neighbour in (stage - 1, stage + 1):
+                if 0 <= neighbour < num_stages and asleep[neighbour]:
+                    asleep[neighbour] = False
+                    awake.append(neighbour)
 
     def wait(self, stage: int) -> Wait:
         """Say what a stage that cannot go on waits for."""
-        direction, sending = self.directions[stage][self.positions[stage]], self.sending[stage]
+        position = self.positions[stage]
+        direction = self.directions[stage][position]
+        sending = self.sending[stage]
         neighbour = stage + direction if sending else stage - direction
-        return Wait(stage, self.positions[stage], neighbour, sending)
+        return Wait(stage, position, neighbour, sending)
 
     def _advance(self, stage: int) -> bool:
-        """Go on until the stage waits or ends; return whether it began any op."""
-        directions, position, sending, any_begun = (
-            self.directions[stage],
-            self.positions[stage],
-            self.sending[stage],
-            False,
-        )
-        last = len(self.directions) - 1
+        """Go on until the stage waits or ends; return whether it began any op.
+
+        This loop takes most of a proof's time, so that it calls nothing.
+        """
+        directions = self.directions[stage]
+        position = self.positions[stage]
+        sending = self.sending[stage]
+        any_begun = False
+        posted_ahead = self.posted_ahead
         while position < len(directions):
             direction = directions[position]
-            if direction:
-                begun, source, target = self.begun[direction], stage - direction, stage + direction
-                if not sending:
-                    if 0 <= source <= last and begun[source] <= begun[stage]:
-                        break
-                    begun[stage] += 1
-                    sending = any_begun = True
-                if 0 <= target <= last and begun[target] + self.posted_ahead < begun[stage]:
+            # What stays at home is neither received nor sent.
+            if not direction:
+                position += 1
+                continue
+            begun = self.begun[direction]
+            source = stage - direction
+            target = stage + direction
+            if not sending:
+                if begun[source] <= begun[stage]:
                     break
-                sending = False
+                begun[stage] += 1
+                any_begun = True
+                sending = True
+            if begun[target] + posted_ahead < begun[stage]:
+                break
+            sending = False
             position += 1
-        self.positions[stage], self.sending[stage] = position, sending
+        self.positions[stage] = position
+        self.sending[stage] = sending
         return any_begun
 
 
+def _none_begun(num_stages: int) -> dict[int, int]:
+    """Return how many ops of a direction each stage has begun, before any has.
+
+    The stages at the ends have neighbours as well: such as never let anyone wait.
+    """
+    begun = dict.fromkeys(range(num_stages), 0)
+    begun[-1] = _MORE_THAN_ANY
+    begun[num_stages] = _MORE_THAN_ANY
+    return begun
+
+
 def _circle(waits: dict[int, Wait]) -> tuple[Wait, ...]:
+    """Return waits that form a circle: with stages that never end there is one."""
     # Only a broken plan pays for importing networkx.
     import networkx
 
-    graph = networkx.DiGraph((wait.stage, wait.neighbour) for wait in waits.values())
-    return tuple(waits[stage] for stage, _ in networkx.find_cycle(graph))
+    graph = networkx.DiGraph()
+    for wait in waits.values():
+        graph.add_edge(wait.stage, wait.neighbour)
+    edges = networkx.find_cycle(graph)
+    return tuple(waits[stage] for stage, _ in edges)

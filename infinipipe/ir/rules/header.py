@@ -1,6 +1,6 @@
 """Rules of a plan's header. A broken one raises `VerifyError`.
 
-They run in the order of `HEADER_RULES`. The first line of a rule's docstring is what
+They run in the order of `HEADER_RULES`. The first paragraph of a rule's docstring is what
 `infinipipe verify` says it has checked.
 """
 
@@ -15,8 +15,13 @@ import msgspec
 from infinipipe.errors import VerifyError
 from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
 
-# Kernels count with 32 bits.
-_MOST = 2**31 - 1
+# Kernels count tokens and rows with 32 bits; ranks, replicas and steps are far fewer.
+_MAX_COUNT = 2**31 - 1
+
+# Integers of a plan fit in 64 bits, a sign included.
+_MAX_INTEGER = 2**63 - 1
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def check_header_version(header: Header) -> None:
@@ -48,7 +53,8 @@ def check_model(header: Header) -> None:
             raise VerifyError(f"header: the model's {field.name} is {value}, not positive")
     if model.num_heads % model.num_kv_heads:
         raise VerifyError(
-            f"header: {model.num_heads} heads cannot share {model.num_kv_heads} key-value heads evenly"
+            f"header: {model.num_heads} heads cannot share "
+            f"{model.num_kv_heads} key-value heads evenly"
         )
 
 
@@ -60,28 +66,35 @@ def check_config(header: Header) -> None:
     except (msgspec.MsgspecError, RecursionError):
         raise VerifyError("header: the model's config is not a JSON object") from None
     for key, name in _CONFIG_NAMES.items():
+        stated = config.get(key)
+        actual = getattr(model, name)
         # What a config does not say, or says by null, has a default.
-        value, expected = config.get(key), getattr(model, name)
-        if value is not None and value != expected:
+        if stated is not None and stated != actual:
             raise VerifyError(
-                f"header: the model's config says {key} {value!r}, its {name} is {expected!r}"
+                f"header: the model's config says {key} {stated!r}, its {name} is {actual!r}"
             )
 
 
 def check_stages(header: Header) -> None:
-    """Stages cover the layers in order, each at least one; the first embeds, the last has the head."""
-    stages, layer = header.stages, 0
+    """Stages cover the layers in order, each at least one; the first embeds, the last has the
+    head.
+    """
+    stages = header.stages
     if not stages:
         raise VerifyError("header: there is no stage")
+    layer = 0
     for number, stage in enumerate(stages):
         if stage.first_layer != layer or stage.num_layers < 1:
             raise VerifyError(
                 f"header: stage {number} has {stage.num_layers} layers from {stage.first_layer}; "
                 f"expected at least one, from {layer}"
             )
-        if stage.embedding != (number == 0) or stage.head != (number == len(stages) - 1):
+        is_first = number == 0
+        is_last = number == len(stages) - 1
+        if stage.embedding != is_first or stage.head != is_last:
             raise VerifyError(
-                f"header: stage {number}: the first stage embeds, the last has the head, no other does"
+                f"header: stage {number}: "
+                "the first stage embeds, the last has the head, no other does"
             )
         layer += stage.num_layers
     if layer != header.model.num_layers:
@@ -101,30 +114,31 @@ def check_names(header: Header) -> None:
         "infinipipe_version": header.infinipipe_version,
     }
     for field, name in names.items():
-        if any(unicodedata.category(character) in ("Cc", "Cs") for character in name):
+        categories = {unicodedata.category(character) for character in name}
+        # Control characters, and surrogates: what a name that is no UTF-8 is read as.
+        if categories & {"Cc", "Cs"}:
             raise VerifyError(
-                f"header: {field} {name!a} has a character that no plan can hold; choose another name"
+                f"header: {field} {name!a} has a character that no plan can hold; "
+                "choose another name"
             )
 
 
 def check_header_numbers(header: Header) -> None:
     """Counts, limits and lengths of the header are possible."""
     info = header.dataset
+    max_length = 1 if header.max_length is None else header.max_length
+    most_truncated = info.num_sequences if header.max_length else 0
     possible = {
-        "num_replicas": (header.num_replicas, 1, _MOST),
-        "sequence_parallel": (header.sequence_parallel, 1, _MOST),
-        "batch_size": (header.batch_size, 1, _MOST),
-        "num_steps": (header.num_steps, 1, _MOST),
-        "seed": (header.seed, 0, 2**63 - 1),
-        "max_length": (1 if header.max_length is None else header.max_length, 1, _MOST),
-        "logits_tokens": (header.logits_tokens, 1, _MOST),
-        "dataset.num_sequences": (info.num_sequences, 1, 2**63 - 1),
-        "dataset.num_tokens": (info.num_tokens, info.num_sequences, 2**63 - 1),
-        "dataset.num_truncated": (
-            info.num_truncated,
-            0,
-            info.num_sequences if header.max_length else 0,
-        ),
+        "num_replicas": (header.num_replicas, 1, _MAX_COUNT),
+        "sequence_parallel": (header.sequence_parallel, 1, _MAX_COUNT),
+        "batch_size": (header.batch_size, 1, _MAX_COUNT),
+        "num_steps": (header.num_steps, 1, _MAX_COUNT),
+        "seed": (header.seed, 0, _MAX_INTEGER),
+        "max_length": (max_length, 1, _MAX_COUNT),
+        "logits_tokens": (header.logits_tokens, 1, _MAX_COUNT),
+        "dataset.num_sequences": (info.num_sequences, 1, _MAX_INTEGER),
+        "dataset.num_tokens": (info.num_tokens, info.num_sequences, _MAX_INTEGER),
+        "dataset.num_truncated": (info.num_truncated, 0, most_truncated),
     }
     for name, (value, least, most) in possible.items():
         if not least <= value <= most:
@@ -136,8 +150,8 @@ def check_sequence_parallel(header: Header) -> None:
     model, ranks = header.model, header.sequence_parallel
     if model.num_heads % ranks or model.num_kv_heads % ranks:
         raise VerifyError(
-            f"header: sequence_parallel is {ranks}; {model.num_heads} heads and {model.num_kv_heads} key-value heads "
-            "cannot be shared evenly"
+            f"header: sequence_parallel is {ranks}; {model.num_heads} heads and "
+            f"{model.num_kv_heads} key-value heads cannot be shared evenly"
         )
 
 
@@ -146,7 +160,8 @@ def check_memory_limits(header: Header) -> None:
     limits = header.memory_limit_bytes
     if len(limits) != len(header.stages) or any(limit < 1 for limit in limits):
         raise VerifyError(
-            f"header: {len(limits)} memory limits for {len(header.stages)} stages, or one is not positive"
+            f"header: {len(limits)} memory limits for {len(header.stages)} stages, "
+            "or one is not positive"
         )
 
 
@@ -154,9 +169,10 @@ def check_digests(header: Header) -> None:
     """Model and profile are those whose digests are given; the dataset's digest is one."""
     if header.model_sha256 != header.model.sha256:
         raise VerifyError("header: model_sha256 is not the digest of the model's config")
-    if not re.fullmatch("[0-9a-f]{64}", header.dataset.sha256):
+    if not _SHA256.fullmatch(header.dataset.sha256):
         raise VerifyError("header: dataset.sha256 is not a sha256")
-    if header.profile_sha256 != hashlib.sha256(header.profile).hexdigest():
+    profile_sha256 = hashlib.sha256(header.profile).hexdigest()
+    if header.profile_sha256 != profile_sha256:
         raise VerifyError("header: profile_sha256 is not the digest of the profile")
 
 
