@@ -8,10 +8,10 @@ from pathlib import Path
 from infinipipe.errors import InputError
 from infinipipe.units import shown
 
-TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY_SUFFIX = ".tmp"
 """Of a file's name until it is complete."""
 
-_UNFINISHED_SUFFIXES = (TEMPORARY_SUFFIX, ".partial")
+_UNFINISHED_SUFFIXES = (_TEMPORARY_SUFFIX, ".partial")
 """Of all the names that an output has until it is complete; `.partial` is a plan's."""
 
 
@@ -64,7 +64,7 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
         temporary.write_bytes(data)
         temporary.replace(path)

@@ -12,14 +12,20 @@ from tests.processes import run_python
 PROBE = """
 import sys
 {code}
-heavy = {{"torch", "transformers"}} & set(sys.modules)
+heavy = {unwanted!r} & set(sys.modules)
 assert not heavy, heavy
 """
+TORCH = {"torch", "transformers"}
+
+
+def run_without(unwanted: set[str], code: str, cwd: Path) -> None:
+    probe = PROBE.format(code=code, unwanted=unwanted)
+    done = run_python("-W", "error", "-c", probe, cwd=cwd)
+    assert done.returncode == 0, done.stderr
 
 
 def run_without_torch(code: str, cwd: Path) -> None:
-    done = run_python("-W", "error", "-c", PROBE.format(code=code), cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    run_without(TORCH, code, cwd)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +40,25 @@ def run_without_torch(code: str, cwd: Path) -> None:
         "infinipipe.profiles",
         "infinipipe.run_record",
         "infinipipe.profiles.analytic",
-        "infinipipe.reports.profile_page",
         "infinipipe.measure.refine",
-        "infinipipe.reports.profile_table",
-        "infinipipe.reports.verification",
+        "infinipipe.reports.compared",
         "infinipipe.reports.compiled",
+        "infinipipe.reports.plan_page",
+        "infinipipe.reports.plan_table",
+        "infinipipe.reports.profile_page",
+        "infinipipe.reports.profile_table",
+        "infinipipe.reports.run",
+        "infinipipe.reports.timeline",
+        "infinipipe.reports.verification",
     ],
 )
 def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
     run_without_torch(f"import {module}", tmp_path)
+
+
+def test_the_command_line_imports_what_a_command_needs_when_it_runs(tmp_path: Path) -> None:
+    unwanted = {*TORCH, "numpy", "rich", "msgspec", "infinipipe.planner", "infinipipe.reports"}
+    run_without(unwanted, "import infinipipe.cli", tmp_path)
 
 
 @pytest.mark.parametrize(

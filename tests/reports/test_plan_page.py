@@ -20,7 +20,13 @@ from infinipipe.reports.plan_page import plan_page
 from tests.plans import make_header, make_spans, make_step
 from tests.processes import wait_until
 
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>&amp;${1}{{plotly}}"
+HOSTILE = (
+    "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+    "&amp;${1}{{plotly}}"
+)
+LIMIT_TEXTS = (
+    "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
+)
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=3)
 
 
@@ -193,21 +199,18 @@ def test_limits_and_bubbles_are_drawn(browser: Any, tmp_path: Path) -> None:
     header = make_header(num_stages=3, num_replicas=2, memory_limit_bytes=(2**30, 3 * 2**30, 2**30))
     show(browser, tmp_path, header, STEPS)
     drawn = browser.execute_script(
-        "return document.getElementById('timeline').layout.shapes.map(shape => [shape.y0, shape.y1, shape.label.text])"
+        "return document.getElementById('timeline').layout.shapes"
+        ".map(shape => [shape.y0, shape.y1, shape.label.text])"
     )
     assert drawn == [[1, 1, "limit of stage 0, 2"], [3, 3, "limit of stage 1"]]
-    texts = browser.execute_script(
-        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
-    )
+    texts = browser.execute_script(LIMIT_TEXTS)
     assert texts == ["limit of stage 0, 2", "limit of stage 1"]
     bubbles = browser.execute_script(
         "return document.getElementById('stages').data.find(t => t.name === 'bubble').x"
     )
     assert bubbles == [p.bubble_s for p in STEPS[0].replicas[0].predicted] == [0.5, 0.5, 0.5]
     show(browser, tmp_path, HEADER, STEPS)
-    texts = browser.execute_script(
-        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
-    )
+    texts = browser.execute_script(LIMIT_TEXTS)
     assert texts == ["limit of every stage"]
 
 
@@ -217,7 +220,8 @@ def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
 
     show(browser, tmp_path, HEADER, STEPS)
     box = browser.execute_script(
-        "return document.querySelectorAll('#timeline .bars')[1].querySelector('path').getBoundingClientRect().toJSON()"
+        "return document.querySelectorAll('#timeline .bars')[1].querySelector('path')"
+        ".getBoundingClientRect().toJSON()"
     )
     mouse = ActionBuilder(browser)
     # Right of the middle, where no recompute lies over it.
