@@ -35,6 +35,9 @@ _UNITS = _make_units()
 """Bytes of each unit, by its name in capitals."""
 
 
+_SIZE = re.compile(r"\s*(?P<number>\d+(\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
+
+
 class MemoryLimits(click.ParamType[tuple[int, ...]]):
     """Bytes with a unit, such as `80GiB`; a comma list gives every stage its own limit."""
 
@@ -44,21 +47,21 @@ class MemoryLimits(click.ParamType[tuple[int, ...]]):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[int, ...]:
         """Return the bytes."""
-        limits = tuple(_parse_bytes(part) for part in str(value).split(","))
-        if not all(limits):
-            self.fail(
-                f"{value!r} is no size such as 80GiB, 512MiB, 40GB or 40GiB,80GiB", param, ctx
-            )
-        return limits
+        limits = [_parse_bytes(part) for part in str(value).split(",")]
+        if 0 in limits:
+            reason = f"{value!r} is no size such as 80GiB, 512MiB, 40GB or 40GiB,80GiB"
+            self.fail(reason, param, ctx)
+        return tuple(limits)
 
 
 def _parse_bytes(text: str) -> int:
     """Return the bytes, 0 for what is no size."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    match = _SIZE.fullmatch(text)
     if match is None:
         return 0
-    number, unit = match.groups()
-    return int(float(number) * _UNITS.get(unit.upper(), 0))
+    number = float(match["number"])
+    unit_bytes = _UNITS.get(match["unit"].upper(), 0)
+    return int(number * unit_bytes)
 
 
 class Counts(click.ParamType[tuple[int, ...]]):

@@ -42,8 +42,13 @@ def cli() -> None:
     """
 
 
-for _command in (profile, compile_, compare, inspect, verify, run):
-    cli.add_command(_command)
+# In the order in which `--help` lists them.
+cli.add_command(profile)
+cli.add_command(compile_)
+cli.add_command(compare)
+cli.add_command(inspect)
+cli.add_command(verify)
+cli.add_command(run)
 
 
 def main() -> None:

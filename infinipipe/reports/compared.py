@@ -36,22 +36,31 @@ def _table(cell: Cell) -> Table:
     table.add_column("policy")
     for name in _NUMBERS:
         table.add_column(name, justify="right")
-    fastest_s = min((row.step_seconds for row in cell.rows if isinstance(row, Row)), default=0.0)
-    reasons: list[str] = []
+    fastest_s = _fastest_seconds(cell)
     for row in cell.rows:
-        if isinstance(row, Row):
+        if isinstance(row, InfeasibleRow):
+            table.add_row(row.policy, "infeasible")
+        else:
             style = "bold" if row.step_seconds == fastest_s else None
             table.add_row(row.policy, *_numbers(row), style=style)
-            continue
-        table.add_row(row.policy, "infeasible")
-        if row.reason not in reasons:
-            reasons.append(row.reason)
-    table.caption = "\n".join(reasons)
+    table.caption = _reasons(cell)
     table.caption_justify = "left"
     return table
 
 
+def _fastest_seconds(cell: Cell) -> float | None:
+    seconds = [row.step_seconds for row in cell.rows if isinstance(row, Row)]
+    return min(seconds, default=None)
+
+
+def _reasons(cell: Cell) -> str:
+    """Return why policies are infeasible, each reason once, as many share one."""
+    reasons = [row.reason for row in cell.rows if isinstance(row, InfeasibleRow)]
+    return "\n".join(dict.fromkeys(reasons))
+
+
 def _title(cell: Cell) -> str:
+    # Once where all stages have the same.
     different = dict.fromkeys(cell.memory_limit_bytes)
     limits = "/".join(show_bytes(limit) for limit in different)
     return f"{cell.num_stages} stages of {limits}"

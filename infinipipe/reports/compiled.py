@@ -4,53 +4,70 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.ir import Chunk, Header, PlanReader, Replica
+from infinipipe.ir import Chunk, Header, PlanReader, Replica, StagePrediction, Step
 from infinipipe.ir.time_shares import TimeShares
 from infinipipe.units import show_bytes, show_fraction
 
 
-class _Counts(NamedTuple):
-    """What became of sequences and layers, summed over replicas, then over steps."""
-
-    num_split: int = 0
-    """Sequences of two slices or more."""
-    num_slices: int = 0
-    """Of the split sequences."""
-    num_packed: int = 0
-    """Sequences that share a chunk with another one."""
-    recomputed: int = 0
-    """Tokens times layers whose activations are recomputed."""
-    layers: int = 0
-    """Tokens times layers."""
-
-    def plus(self, other: _Counts) -> _Counts:
-        return _Counts._make(a + b for a, b in zip(self, other, strict=True))
-
-
 class _Summary:
-    """Gathers what is said of a plan, step by step, for a plan may have more than memory holds."""
+    """What is said of all steps, gathered one by one, as memory may not hold all."""
 
     def __init__(self, header: Header) -> None:
-        self.header = header
+        self.num_layers = sum(stage.num_layers for stage in header.stages)
         self.lengths: list[int] = []
-        self.counts = _Counts()
+        self.num_split = 0
+        """Sequences of two slices or more."""
+        self.num_slices = 0
+        """Of the split sequences."""
+        self.num_packed = 0
+        """Sequences that share a chunk with another one."""
+        self.num_recomputed = 0
+        """Tokens times layers whose activations are recomputed."""
+        self.num_activations = 0
+        """Tokens times layers."""
         self.shares = TimeShares()
         self.peaks = [0] * len(header.stages)
         self.winners = Counter[str]()
+        """How many replicas' schedules each policy found."""
 
-    def add(self, replica: Replica) -> None:
-        self.counts = self.counts.plus(_count(self.header, replica))
-        self.shares = self.shares.plus(TimeShares.of(replica.predicted))
-        for stage, prediction in enumerate(replica.predicted):
+    def add(self, step: Step) -> None:
+        self.lengths += [sequence.length for sequence in step.sequences]
+        for replica in step.replicas:
+            self._add_slices(replica.chunks)
+            self._add_recompute(replica)
+            self._add_predictions(replica.predicted)
+            if replica.search is not None:
+                # A winner is a policy and, after a colon, the settings it chose.
+                policy, _, _ = replica.search.winner.partition(":")
+                self.winners[policy] += 1
+
+    def _add_slices(self, chunks: SequenceOf[Chunk]) -> None:
+        num_slices = Counter[int]()
+        packed: set[int] = set()
+        for chunk in chunks:
+            sequences = [part.sequence for part in chunk.slices]
+            num_slices.update(sequences)
+            if len(sequences) > 1:
+                packed.update(sequences)
+        split = [count for count in num_slices.values() if count > 1]
+        self.num_split += len(split)
+        self.num_slices += sum(split)
+        self.num_packed += len(packed)
+
+    def _add_recompute(self, replica: Replica) -> None:
+        for number, chunk in enumerate(replica.chunks):
+            recomputed = sum(counts[number] for counts in replica.recompute)
+            self.num_recomputed += chunk.num_tokens * recomputed
+            self.num_activations += chunk.num_tokens * self.num_layers
+
+    def _add_predictions(self, predicted: SequenceOf[StagePrediction]) -> None:
+        # Replica by replica, as sums of floats depend on their order.
+        self.shares = self.shares.plus(TimeShares.of(predicted))
+        for stage, prediction in enumerate(predicted):
             self.peaks[stage] = max(self.peaks[stage], prediction.peak_bytes)
-        if replica.search is not None:
-            # A winner is a policy and, after a colon, the settings it chose.
-            policy = replica.search.winner.partition(":")[0]
-            self.winners[policy] += 1
 
 
 def plan_report(reader: PlanReader, num_cut_tokens: int, planning_s: float) -> list[str]:
@@ -62,9 +79,7 @@ def plan_report(reader: PlanReader, num_cut_tokens: int, planning_s: float) -> l
     header = reader.header
     summary = _Summary(header)
     for step in reader:
-        summary.lengths += [sequence.length for sequence in step.sequences]
-        for replica in step.replicas:
-            summary.add(replica)
+        summary.add(step)
     lines = {
         "data": _show_data(reader),
         "lengths": _show_lengths(summary.lengths),
@@ -78,32 +93,6 @@ def plan_report(reader: PlanReader, num_cut_tokens: int, planning_s: float) -> l
     for stage, peak in enumerate(summary.peaks):
         lines[f"stage {stage}"] = _show_memory(header, stage, peak)
     return [f"  {name:<11} {text}" for name, text in lines.items() if text is not None]
-
-
-def _count(header: Header, replica: Replica) -> _Counts:
-    slices = Counter(part.sequence for chunk in replica.chunks for part in chunk.slices)
-    split = [count for count in slices.values() if count > 1]
-    tokens = [chunk.num_tokens for chunk in replica.chunks]
-    num_layers = sum(stage.num_layers for stage in header.stages)
-    return _Counts(
-        num_split=len(split),
-        num_slices=sum(split),
-        num_packed=_count_packed(replica.chunks),
-        recomputed=_count_recomputed(replica, tokens),
-        layers=sum(tokens) * num_layers,
-    )
-
-
-def _count_packed(chunks: SequenceOf[Chunk]) -> int:
-    shared = [chunk for chunk in chunks if len(chunk.slices) > 1]
-    return len({part.sequence for chunk in shared for part in chunk.slices})
-
-
-def _count_recomputed(replica: Replica, tokens: SequenceOf[int]) -> int:
-    total = 0
-    for counts in replica.recompute:
-        total += sum(num_tokens * count for num_tokens, count in zip(tokens, counts, strict=True))
-    return total
 
 
 def _show_data(reader: PlanReader) -> str:
@@ -132,17 +121,17 @@ def _show_cut(header: Header, num_cut_tokens: int) -> str | None:
 
 
 def _show_split(summary: _Summary) -> str:
-    fraction = show_fraction(summary.counts.num_split, len(summary.lengths))
-    return f"{fraction} of the sequences, into {summary.counts.num_slices:,} slices"
+    fraction = show_fraction(summary.num_split, len(summary.lengths))
+    return f"{fraction} of the sequences, into {summary.num_slices:,} slices"
 
 
 def _show_packed(summary: _Summary) -> str:
-    fraction = show_fraction(summary.counts.num_packed, len(summary.lengths))
+    fraction = show_fraction(summary.num_packed, len(summary.lengths))
     return f"{fraction} of the sequences, without padding"
 
 
 def _show_recomputed(summary: _Summary) -> str:
-    activations = show_fraction(summary.counts.recomputed, summary.counts.layers)
+    activations = show_fraction(summary.num_recomputed, summary.num_activations)
     time = summary.shares.recompute_fraction or 0.0
     return f"{activations} of the layers' activations, {time:.1%} of the busy time"
 
