@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 MIB = 2**20
+"""The unit of both figures of a cell, so that they can be compared."""
 
 
 def run_table(steps: list[dict[str, Any]]) -> Table:
@@ -28,27 +29,25 @@ def run_table(steps: list[dict[str, Any]]) -> Table:
 
 def step_row(step: dict[str, Any]) -> list[str]:
     """Return the cells of a step."""
+    peaks = zip(step["predicted_peak_bytes"], step["peak_bytes"], strict=True)
     return [
         str(step["step"]),
         f"{step['loss']:.4f}",
         f"{step['grad_norm']:.3f}",
         f"{step['tokens_per_second']:,.0f}",
         f"{step['predicted_seconds']:.2f} -> {step['seconds']:.2f}",
-        *(
-            f"{predicted / MIB:.1f} -> {measured / MIB:.1f}"
-            for predicted, measured in zip(
-                step["predicted_peak_bytes"], step["peak_bytes"], strict=True
-            )
-        ),
+        *(f"{predicted / MIB:.1f} -> {measured / MIB:.1f}" for predicted, measured in peaks),
     ]
 
 
 def main(metrics: Path) -> None:
     """Print the table and how far the loss fell."""
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    first_loss = steps[0]["loss"]
+    last_loss = steps[-1]["loss"]
     console = Console()
     console.print(run_table(steps))
-    console.print(f"loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f} in {len(steps)} steps")
+    console.print(f"loss {first_loss:.4f} -> {last_loss:.4f} in {len(steps)} steps")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     InfinipipeError          exit code 1, one line on stderr
     |-- InputError           a dataset, model, option or file given by the user cannot be used
     |-- InfeasibleError      no plan fits the memory limit or the number of stages
-    |-- PlanFileError        a plan file is damaged, truncated, foreign, newer, or made from other inputs
+    |-- PlanFileError        a plan is damaged, truncated, foreign, newer, or made from other inputs
     |   `-- VerifyError      a plan breaks a rule: names step, stage and op
     `-- RunError             a worker process failed; in training, names rank, stage, chunk and op
 
@@ -32,7 +32,7 @@ class InputError(InfinipipeError):
 
 
 class InfeasibleError(InfinipipeError):
-    """No plan fits; the message names the stage, the bytes needed, the limit and what would help."""
+    """No plan fits; the message names stage, bytes needed, limit and what would help."""
 
 
 class PlanFileError(InfinipipeError):

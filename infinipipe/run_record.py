@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -12,14 +11,16 @@ import numpy as np
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Header
+from infinipipe.ir.profile_summary import profile_origin
 
-METRICS, RECORD = "metrics.jsonl", "plan.json"
+METRICS = "metrics.jsonl"
+"""Name of the file with a line for each step."""
 
-WARN_BEYOND = 0.15
-"""Relative error of a prediction."""
+RECORD = "plan.json"
+"""Name of the file that says what the run followed."""
 
-
-_Count = Annotated[int, msgspec.Meta(gt=0)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_NumBytes = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,11 +32,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     lr: float
     num_tokens: int
     num_targets: int
-    seconds: Annotated[float, msgspec.Meta(gt=0)]
-    predicted_seconds: Annotated[float, msgspec.Meta(gt=0)]
+    seconds: _Seconds
+    predicted_seconds: _Seconds
     tokens_per_second: float
-    peak_bytes: tuple[_Count, ...]
-    predicted_peak_bytes: tuple[_Count, ...]
+    peak_bytes: tuple[_NumBytes, ...]
+    """Per stage, the most of all replicas."""
+    predicted_peak_bytes: tuple[_NumBytes, ...]
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +60,10 @@ class Run(NamedTuple):
 
     @property
     def settled(self) -> tuple[StepRecord, ...]:
-        """The steps by which times are judged: all but the first, whose allocations are new, if there are more."""
+        """The steps by which times are judged: without the first, if there are more.
+
+        In the first everything is new, such as its allocations.
+        """
         return self.steps[1:] or self.steps
 
     @property
@@ -67,27 +72,17 @@ class Run(NamedTuple):
         return float(np.median([step.seconds / step.predicted_seconds for step in self.settled]))
 
 
-class _Device(msgspec.Struct):
-    name: str
-
-
-class _Profile(msgspec.Struct):
-    """What is read of a plan's profile."""
-
-    device: _Device
-    source: str
-
-
 def record_run(folder: Path, header: Header, plan_sha256: str) -> None:
     """Write down what a run followed."""
-    profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+    origin = profile_origin(header)
     record = RunRecord(
         plan_sha256=plan_sha256,
         profile_sha256=header.profile_sha256,
         model=header.model.name,
-        analytic_device=profile.device.name if profile.source == "analytic" else "",
+        analytic_device=origin.device.name if origin.is_analytic else "",
     )
-    (folder / RECORD).write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    indented = msgspec.json.format(msgspec.json.encode(record))
+    (folder / RECORD).write_bytes(indented + b"\n")
 
 
 def read_run(folder: Path) -> Run:
@@ -96,72 +91,24 @@ def read_run(folder: Path) -> Run:
     Raises:
         InputError: the folder holds no complete run.
     """
+    metrics = folder / METRICS
     try:
         record = msgspec.json.decode((folder / RECORD).read_bytes(), type=RunRecord)
-        data = (folder / METRICS).read_bytes()
+        data = metrics.read_bytes()
         steps = msgspec.json.Decoder(StepRecord).decode_lines(data)
     except OSError as error:
         raise InputError(f"{folder}: no complete run: {error.filename}: {error.strerror}") from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InputError(f"{folder}: no run of this infinipipe: {error}") from None
     if not steps:
-        raise InputError(f"{folder / METRICS}: no steps")
-    if (
-        len(
-            {len(peaks) for step in steps for peaks in (step.peak_bytes, step.predicted_peak_bytes)}
-        )
-        > 1
-    ):
-        raise InputError(f"{folder / METRICS}: steps of different numbers of stages")
+        raise InputError(f"{metrics}: no steps")
+    if not _have_same_stages(steps):
+        raise InputError(f"{metrics}: steps of different numbers of stages")
     return Run(record, tuple(steps), hashlib.sha256(data).hexdigest())
 
 
-def compare_run(run: Run, folder: Path) -> list[str]:
-    """Return lines for a person: what was predicted, what was measured, and what to do about the difference."""
-    settled, ratio = run.settled, run.time_ratio
-    lines = [
-        f"{folder}: {len(run.steps)} steps, predicted -> measured",
-        f"  {'time':<11} {_median(settled, True):.4g} -> {_median(settled, False):.4g} s a step{_beside(1 / ratio)}",
-    ]
-    worst: dict[int, float] = {}
-    for stage in range(len(run.steps[0].peak_bytes)):
-        step = max(run.steps, key=lambda s: s.peak_bytes[stage])
-        predicted, measured = step.predicted_peak_bytes[stage], step.peak_bytes[stage]
-        worst[stage] = predicted / measured
-        lines.append(
-            f"  {f'stage {stage}':<11} peak {predicted / 2**20:,.1f} -> {measured / 2**20:,.1f} MiB"
-            f"{_beside(worst[stage])}"
-        )
-    return lines + [f"warning: {text}" for text in _warnings(run, folder, worst)]
-
-
-def _median(steps: Sequence[StepRecord], predicted: bool) -> float:
-    return float(
-        np.median([step.predicted_seconds if predicted else step.seconds for step in steps])
+def _have_same_stages(steps: list[StepRecord]) -> bool:
+    num_stages = len(steps[0].peak_bytes)
+    return all(
+        len(step.peak_bytes) == len(step.predicted_peak_bytes) == num_stages for step in steps
     )
-
-
-def _beside(ratio: float) -> str:
-    """Return by how much a prediction is over or under, from predicted over measured."""
-    return f" ({abs(ratio - 1):.1%} {'over' if ratio > 1 else 'under'})"
-
-
-def _warnings(run: Run, folder: Path, peaks: dict[int, float]) -> list[str]:
-    found = []
-    if run.record.analytic_device:
-        found.append(
-            f"the plan's profile is analytic, for {run.record.analytic_device}; measure this machine with "
-            "`infinipipe profile` and compile again"
-        )
-    elif abs(1 / run.time_ratio - 1) > WARN_BEYOND:
-        found.append(
-            f"the predicted time is off by more than {WARN_BEYOND:.0%}; if nothing else ran on this machine, "
-            f"correct the profile with `infinipipe profile --refine {folder}` and compile again"
-        )
-    stages = [str(stage) for stage, ratio in peaks.items() if abs(ratio - 1) > WARN_BEYOND]
-    if stages and not run.record.analytic_device:
-        found.append(
-            f"the predicted peak of stage {', '.join(stages)} is off by more than {WARN_BEYOND:.0%}; "
-            "profile this machine again with `infinipipe profile`"
-        )
-    return found

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.plans import write_plan
+from tests.processes import run_python
 
 PROBE = """
 import sys
 {code}
-heavy = {{"torch", "transformers"}} & set(sys.modules)
+heavy = {unwanted!r} & set(sys.modules)
 assert not heavy, heavy
 """
+TORCH = {"torch", "transformers"}
+
+
+def run_without(unwanted: set[str], code: str, cwd: Path) -> None:
+    probe = PROBE.format(code=code, unwanted=unwanted)
+    done = run_python("-W", "error", "-c", probe, cwd=cwd)
+    assert done.returncode == 0, done.stderr
 
 
 def run_without_torch(code: str, cwd: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROBE.format(code=code)],
-        cwd=cwd,
-        check=True,
-        timeout=60,
-    )
+    run_without(TORCH, code, cwd)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +40,25 @@ def run_without_torch(code: str, cwd: Path) -> None:
         "infinipipe.profiles",
         "infinipipe.run_record",
         "infinipipe.profiles.analytic",
-        "infinipipe.reports.profile_page",
         "infinipipe.measure.refine",
-        "infinipipe.reports.profile_table",
-        "infinipipe.reports.verification",
+        "infinipipe.reports.compared",
         "infinipipe.reports.compiled",
+        "infinipipe.reports.plan_page",
+        "infinipipe.reports.plan_table",
+        "infinipipe.reports.profile_page",
+        "infinipipe.reports.profile_table",
+        "infinipipe.reports.run",
+        "infinipipe.reports.timeline",
+        "infinipipe.reports.verification",
     ],
 )
 def test_module_imports_no_torch(module: str, tmp_path: Path) -> None:
     run_without_torch(f"import {module}", tmp_path)
+
+
+def test_the_command_line_imports_what_a_command_needs_when_it_runs(tmp_path: Path) -> None:
+    unwanted = {*TORCH, "numpy", "rich", "msgspec", "infinipipe.planner", "infinipipe.reports"}
+    run_without(unwanted, "import infinipipe.cli", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,9 @@ def test_command_starts_no_torch(command: str, tmp_path: Path) -> None:
 
 def test_compile_starts_no_torch(tmp_path: Path) -> None:
     (tmp_path / "dataset.jsonl").write_text('{"text": "some words"}\n{"text": "more"}\n')
-    commands = (["profile", "--analytic", "a100-80g"], ["compile", "dataset.jsonl"])
-    code = f"from infinipipe.cli import run_command\nfor command in {commands!r}: assert run_command(command) == 0"
+    code = """
+from infinipipe.cli import run_command
+assert run_command(["profile", "--analytic", "a100-80g"]) == 0
+assert run_command(["compile", "dataset.jsonl"]) == 0
+"""
     run_without_torch(code, tmp_path)

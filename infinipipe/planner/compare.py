@@ -14,6 +14,7 @@ from infinipipe.aliases import Progress
 from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Step
+from infinipipe.ir.time_shares import TimeShares
 from infinipipe.ir.verify import verify_header, verify_step
 from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions, Request
@@ -170,12 +171,8 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
     count = len(steps)
     step_s = sum(step.step_s for step in steps)
     bound_s = sum(step.bound_s + step.step_s - step.makespan_s for step in steps)
-    predicted = [
+    shares = TimeShares.of(
         stage for step in steps for replica in step.replicas for stage in replica.predicted
-    ]
-    busy_s, bubble_s = (
-        sum(stage.busy_s for stage in predicted),
-        sum(stage.bubble_s for stage in predicted),
     )
     peaks = [
         [stage.peak_bytes for stage in replica.predicted]
@@ -187,8 +184,8 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
         step_seconds=step_s / count,
         bound_seconds=bound_s / count,
         ratio_to_bound=step_s / bound_s,
-        bubble_fraction=bubble_s / (busy_s + bubble_s),
-        recompute_fraction=sum(stage.recompute_s for stage in predicted) / busy_s,
+        bubble_fraction=shares.bubble_fraction or 0.0,
+        recompute_fraction=shares.recompute_fraction or 0.0,
         peak_bytes=tuple(map(max, zip(*peaks, strict=True))),
         num_chunks=sum(len(replica.chunks) for step in steps for replica in step.replicas) / count,
         plan_seconds=plan_seconds / count,

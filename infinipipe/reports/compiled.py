@@ -1,197 +1,156 @@
-"""What `compile` tells of the plan it made, and `compare` of several policies: for people."""
+"""What `compile` says of the plan it made."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
 
 import numpy as np
-from rich.console import Group
-from rich.table import Table
 
-from infinipipe.ir import Header, Replica
-from infinipipe.ir.file.store import PlanReader
-from infinipipe.planner.compare import Cell, InfeasibleRow, Row
-from infinipipe.units import show_bytes
+from infinipipe.ir import Chunk, Header, PlanReader, Replica, StagePrediction, Step
+from infinipipe.ir.time_shares import TimeShares
+from infinipipe.units import show_bytes, show_fraction
 
 
-class _Figures(NamedTuple):
-    """Sums over replicas, then over steps."""
+class _Summary:
+    """What is said of all steps, gathered one by one, as memory may not hold all."""
 
-    num_split: int = 0
-    """Sequences of two slices or more."""
-    num_slices: int = 0
-    """Of the split sequences."""
-    num_packed: int = 0
-    """Sequences that share a chunk with another one."""
-    dropped: int = 0
-    """Tokens times layers whose activations are recomputed."""
-    layers: int = 0
-    """Tokens times layers."""
-    recompute_s: float = 0.0
-    busy_s: float = 0.0
-    bubble_s: float = 0.0
+    def __init__(self, header: Header) -> None:
+        self.num_layers = sum(stage.num_layers for stage in header.stages)
+        self.lengths: list[int] = []
+        self.num_split = 0
+        """Sequences of two slices or more."""
+        self.num_slices = 0
+        """Of the split sequences."""
+        self.num_packed = 0
+        """Sequences that share a chunk with another one."""
+        self.num_recomputed = 0
+        """Tokens times layers whose activations are recomputed."""
+        self.num_activations = 0
+        """Tokens times layers."""
+        self.shares = TimeShares()
+        self.peaks = [0] * len(header.stages)
+        self.winners = Counter[str]()
+        """How many replicas' schedules each policy found."""
 
-    def plus(self, other: _Figures) -> _Figures:
-        return _Figures._make(a + b for a, b in zip(self, other, strict=True))
+    def add(self, step: Step) -> None:
+        self.lengths += [sequence.length for sequence in step.sequences]
+        for replica in step.replicas:
+            self._add_slices(replica.chunks)
+            self._add_recompute(replica)
+            self._add_predictions(replica.predicted)
+            if replica.search is not None:
+                # A winner is a policy and, after a colon, the settings it chose.
+                policy, _, _ = replica.search.winner.partition(":")
+                self.winners[policy] += 1
 
+    def _add_slices(self, chunks: SequenceOf[Chunk]) -> None:
+        num_slices = Counter[int]()
+        packed: set[int] = set()
+        for chunk in chunks:
+            sequences = [part.sequence for part in chunk.slices]
+            num_slices.update(sequences)
+            if len(sequences) > 1:
+                packed.update(sequences)
+        split = [count for count in num_slices.values() if count > 1]
+        self.num_split += len(split)
+        self.num_slices += sum(split)
+        self.num_packed += len(packed)
 
-def compare_tables(cells: SequenceOf[Cell]) -> Group:
-    """Return a table for each choice of stages and memory, the fastest policy marked."""
-    return Group(*map(_compare_table, cells))
+    def _add_recompute(self, replica: Replica) -> None:
+        for number, chunk in enumerate(replica.chunks):
+            recomputed = sum(counts[number] for counts in replica.recompute)
+            self.num_recomputed += chunk.num_tokens * recomputed
+            self.num_activations += chunk.num_tokens * self.num_layers
 
-
-def _compare_table(cell: Cell) -> Table:
-    limits = "/".join(show_bytes(limit) for limit in dict.fromkeys(cell.memory_limit_bytes))
-    table = Table(title=f"{cell.num_stages} stages of {limits}", title_justify="left", box=None)
-    table.add_column("policy")
-    for name in (
-        "s a step",
-        "bound",
-        "ratio",
-        "bubble",
-        "recompute",
-        "peak",
-        "chunks",
-        "s to plan",
-    ):
-        table.add_column(name, justify="right")
-    feasible = [row for row in cell.rows if isinstance(row, Row)]
-    best = min((row.step_seconds for row in feasible), default=0.0)
-    for row in cell.rows:
-        if isinstance(row, Row):
-            style = "bold" if row.step_seconds == best else None
-            table.add_row(row.policy, *_compare_cells(row), style=style)
-        else:
-            table.add_row(row.policy, "infeasible")
-    reasons = dict.fromkeys(row.reason for row in cell.rows if isinstance(row, InfeasibleRow))
-    table.caption, table.caption_justify = "\n".join(reasons), "left"
-    return table
-
-
-def _compare_cells(row: Row) -> list[str]:
-    return [
-        f"{row.step_seconds:.3f}",
-        f"{row.bound_seconds:.3f}",
-        f"{row.ratio_to_bound:.3f}",
-        f"{row.bubble_fraction:.1%}",
-        f"{row.recompute_fraction:.1%}",
-        show_bytes(max(row.peak_bytes)),
-        f"{row.num_chunks:.0f}",
-        f"{row.plan_seconds:.2f}",
-    ]
+    def _add_predictions(self, predicted: SequenceOf[StagePrediction]) -> None:
+        # Replica by replica, as sums of floats depend on their order.
+        self.shares = self.shares.plus(TimeShares.of(predicted))
+        for stage, prediction in enumerate(predicted):
+            self.peaks[stage] = max(self.peaks[stage], prediction.peak_bytes)
 
 
 def plan_report(reader: PlanReader, num_cut_tokens: int, planning_s: float) -> list[str]:
     """Return lines for a person; `num_cut_tokens` is what `max_length` cut off the dataset.
 
-    `planning_s` is how long planning took: it is told here, for a plan's bytes are the same on every machine.
+    `planning_s` is how long planning took: it is said here and not in the plan, for a plan's bytes
+    are the same on every machine.
     """
-    header, totals = reader.header, reader.totals
-    lengths: list[int] = []
-    peaks = [0] * len(header.stages)
-    figures, winners = _Figures(), Counter[str]()
+    header = reader.header
+    summary = _Summary(header)
     for step in reader:
-        lengths += [s.length for s in step.sequences]
-        for replica in step.replicas:
-            figures = figures.plus(_figures(header, replica))
-            if replica.search is not None:
-                winners[replica.search.winner.partition(":")[0]] += 1
-            peaks = [
-                max(peak, p.peak_bytes) for peak, p in zip(peaks, replica.predicted, strict=True)
-            ]
-    rows = [
-        (
-            "data",
-            f"{totals.num_sequences:,} sequences, {totals.num_tokens:,} tokens in {totals.num_steps:,} steps",
-        ),
-        ("lengths", _lengths(lengths)),
-        *_truncated(header, num_cut_tokens),
-        (
-            "split",
-            f"{_percent(figures.num_split, len(lengths))} of the sequences, into {figures.num_slices:,} slices",
-        ),
-        (
-            "packed",
-            f"{_percent(figures.num_packed, len(lengths))} of the sequences, without padding",
-        ),
-        ("recomputed", _recomputed(figures)),
-        ("time", _time(reader, figures)),
-        (
-            "planned",
-            f"in {planning_s:.1f} s; by {', '.join(f'{name} {n:,}' for name, n in winners.most_common())}",
-        ),
-        *((f"stage {s}", _memory(header, s, peak)) for s, peak in enumerate(peaks)),
-    ]
-    return [f"  {name:<11} {text}" for name, text in rows]
-
-
-def _figures(header: Header, replica: Replica) -> _Figures:
-    slices = Counter(piece.sequence for chunk in replica.chunks for piece in chunk.slices)
-    split = [count for count in slices.values() if count > 1]
-    packed = {
-        piece.sequence
-        for chunk in replica.chunks
-        if len(chunk.slices) > 1
-        for piece in chunk.slices
+        summary.add(step)
+    lines = {
+        "data": _show_data(reader),
+        "lengths": _show_lengths(summary.lengths),
+        "cut": _show_cut(header, num_cut_tokens),
+        "split": _show_split(summary),
+        "packed": _show_packed(summary),
+        "recomputed": _show_recomputed(summary),
+        "time": _show_time(reader, summary.shares),
+        "planned": _show_planning(summary.winners, planning_s),
     }
-    tokens = [chunk.num_tokens for chunk in replica.chunks]
-    return _Figures(
-        num_split=len(split),
-        num_slices=sum(split),
-        num_packed=len(packed),
-        dropped=sum(
-            t * r for counts in replica.recompute for t, r in zip(tokens, counts, strict=True)
-        ),
-        layers=sum(tokens) * sum(stage.num_layers for stage in header.stages),
-        recompute_s=sum(p.recompute_s for p in replica.predicted),
-        busy_s=sum(p.busy_s for p in replica.predicted),
-        bubble_s=sum(p.bubble_s for p in replica.predicted),
+    for stage, peak in enumerate(summary.peaks):
+        lines[f"stage {stage}"] = _show_memory(header, stage, peak)
+    return [f"  {name:<11} {text}" for name, text in lines.items() if text is not None]
+
+
+def _show_data(reader: PlanReader) -> str:
+    totals = reader.totals
+    return (
+        f"{totals.num_sequences:,} sequences, {totals.num_tokens:,} tokens "
+        f"in {totals.num_steps:,} steps"
     )
 
 
-def _lengths(lengths: list[int]) -> str:
+def _show_lengths(lengths: SequenceOf[int]) -> str:
     least, median, p99, most = np.percentile(lengths, (0, 50, 99, 100))
     return f"min {least:,.0f}, median {median:,.0f}, p99 {p99:,.0f}, max {most:,.0f} tokens"
 
 
-def _truncated(header: Header, num_cut_tokens: int) -> list[tuple[str, str]]:
-    info = header.dataset
-    if not info.num_truncated:
-        return []
-    lost = f"{num_cut_tokens:,} tokens ({_percent(num_cut_tokens, num_cut_tokens + info.num_tokens)}) of the dataset"
-    return [
-        (
-            "cut",
-            f"{info.num_truncated:,} sequences to --max-length {header.max_length:,}, which drops {lost}",
-        )
-    ]
-
-
-def _recomputed(figures: _Figures) -> str:
-    dropped, time = (
-        _percent(figures.dropped, figures.layers),
-        _percent(figures.recompute_s, figures.busy_s),
+def _show_cut(header: Header, num_cut_tokens: int) -> str | None:
+    """Return what `max_length` cut off; None where it cut nothing."""
+    dataset = header.dataset
+    if not dataset.num_truncated:
+        return None
+    fraction = show_fraction(num_cut_tokens, num_cut_tokens + dataset.num_tokens)
+    return (
+        f"{dataset.num_truncated:,} sequences to --max-length {header.max_length:,}, "
+        f"which drops {num_cut_tokens:,} tokens ({fraction}) of the dataset"
     )
-    return f"{dropped} of the layers' activations, {time} of the busy time"
 
 
-def _time(reader: PlanReader, figures: _Figures) -> str:
+def _show_split(summary: _Summary) -> str:
+    fraction = show_fraction(summary.num_split, len(summary.lengths))
+    return f"{fraction} of the sequences, into {summary.num_slices:,} slices"
+
+
+def _show_packed(summary: _Summary) -> str:
+    fraction = show_fraction(summary.num_packed, len(summary.lengths))
+    return f"{fraction} of the sequences, without padding"
+
+
+def _show_recomputed(summary: _Summary) -> str:
+    activations = show_fraction(summary.num_recomputed, summary.num_activations)
+    time = summary.shares.recompute_fraction or 0.0
+    return f"{activations} of the layers' activations, {time:.1%} of the busy time"
+
+
+def _show_time(reader: PlanReader, shares: TimeShares) -> str:
     totals = reader.totals
-    bubble = _percent(figures.bubble_s, figures.busy_s + figures.bubble_s)
-    bound = (
-        f"{totals.makespan_s / totals.bound_s:.3f} times the lower bound"
-        if totals.bound_s
-        else "no lower bound"
-    )
-    return f"{totals.makespan_s / totals.num_steps:.4g} s a step, {bound}; bubble {bubble}"
+    bound = "no lower bound"
+    if totals.bound_s:
+        bound = f"{totals.makespan_s / totals.bound_s:.3f} times the lower bound"
+    step_s = totals.makespan_s / totals.num_steps
+    return f"{step_s:.4g} s a step, {bound}; bubble {shares.bubble_fraction or 0.0:.1%}"
 
 
-def _memory(header: Header, stage: int, peak: int) -> str:
-    layers = header.stages[stage].num_layers
-    return f"{layers} layers, peak {show_bytes(peak)} of {show_bytes(header.memory_limit_bytes[stage])}"
+def _show_planning(winners: Counter[str], planning_s: float) -> str:
+    policies = ", ".join(f"{policy} {count:,}" for policy, count in winners.most_common())
+    return f"in {planning_s:.1f} s; by {policies}"
 
 
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
+def _show_memory(header: Header, stage: int, peak: int) -> str:
+    num_layers = header.stages[stage].num_layers
+    limit = header.memory_limit_bytes[stage]
+    return f"{num_layers} layers, peak {show_bytes(peak)} of {show_bytes(limit)}"

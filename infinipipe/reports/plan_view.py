@@ -9,20 +9,22 @@ from typing import Any, Literal
 
 import msgspec
 
-from infinipipe.ir import Totals
-from infinipipe.ir.file.encoding import Index
-from infinipipe.ir.file.store import PlanReader
-from infinipipe.ir.plan import (
+from infinipipe.ir import (
     Chunk,
     Header,
     LossNorm,
+    PlanReader,
     Replica,
     Search,
     Sequence,
     Step,
+    Totals,
     chunk_chains,
+    show_program,
 )
-from infinipipe.ir.text import show_program
+from infinipipe.ir.file.encoding import Index
+from infinipipe.ir.profile_summary import profile_origin
+from infinipipe.ir.time_shares import TimeShares
 
 Document = dict[str, Any]
 ChunkKind = Literal["batched", "split", "hybrid"]
@@ -51,8 +53,8 @@ class SliceView(_View, frozen=True):
 class ChunkView(_View, frozen=True):
     """One micro-batch.
 
-    Its slices lie between the boundaries `cu_seqlens`. They are isolated: a token attends to
-    its own sequence only, which is the slice it stands in and what came before it in earlier chunks.
+    Its slices lie between the boundaries `cu_seqlens`. They are isolated: a token attends to its
+    own sequence only, which is the slice it stands in and what came before it in earlier chunks.
     """
 
     index: int
@@ -99,7 +101,9 @@ class StepView(_View, frozen=True):
 
 
 class StepSummary(_View, frozen=True):
-    """Counts, times and memory of a step; fractions are of the stages' busy time, bubbles of busy and bubble."""
+    """Counts, times and memory of a step; fractions are of the stages' busy time,
+    bubbles of busy and bubble.
+    """
 
     index: int
     num_sequences: int
@@ -139,13 +143,15 @@ class PlanView(_View, frozen=True):
 
 
 def plan_schema() -> Document:
-    """Return the JSON Schema of what `inspect` prints: a `PlanView`, or with options `HeaderView` and `StepView`.
+    """Return the JSON Schema of what `inspect` prints.
 
-    `Header`, `Step` and `Index` are the objects of the file itself.
+    That is a `PlanView`, or with options `HeaderView` and `StepView`. `Header`, `Step` and `Index`
+    are the objects of the file itself.
     """
     shown = (PlanView, StepView, HeaderView)
+    stored = (Header, Step, Index)
     _, definitions = msgspec.json.schema_components(
-        (*shown, Header, Step, Index), ref_template="#/$defs/{name}"
+        (*shown, *stored), ref_template="#/$defs/{name}"
     )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -156,7 +162,10 @@ def plan_schema() -> Document:
 
 
 def plan_document(reader: PlanReader, steps: Iterable[Step]) -> Document:
-    """Return what holds for the whole plan, and a summary of every step: a `PlanView` as plain data."""
+    """Return what holds for the whole plan, and a summary of every step, as plain data.
+
+    It is a `PlanView`.
+    """
     view = PlanView(
         sha256=reader.sha256,
         header=_header_view(reader.header),
@@ -180,7 +189,7 @@ def step_document(header: Header, step: Step) -> Document:
         makespan_s=step.makespan_s,
         bound_s=step.bound_s,
         step_s=step.step_s,
-        sequences=tuple(SequenceView(**_fields(s)) for s in step.sequences),
+        sequences=tuple(SequenceView(**_fields(sequence)) for sequence in step.sequences),
         replicas=tuple(_replica_view(step, replica) for replica in step.replicas),
     )
     return _plain(view)
@@ -190,15 +199,13 @@ def step_summary(step: Step) -> StepSummary:
     """Return the counts, times and memory of a step."""
     chunks = [chunk for replica in step.replicas for chunk in replica.chunks]
     kinds = Counter(chunk_kind(chunk, step.sequences) for chunk in chunks)
-    predicted = [stage for replica in step.replicas for stage in replica.predicted]
-    busy_s, bubble_s = sum(p.busy_s for p in predicted), sum(p.bubble_s for p in predicted)
-    by_stage = zip(*(replica.predicted for replica in step.replicas), strict=True)
+    shares = TimeShares.of(stage for replica in step.replicas for stage in replica.predicted)
     return StepSummary(
         index=step.index,
         num_sequences=len(step.sequences),
         num_tokens=step.num_tokens,
         num_targets=step.num_targets,
-        longest_tokens=max(s.length for s in step.sequences),
+        longest_tokens=max(sequence.length for sequence in step.sequences),
         num_chunks=len(chunks),
         num_batched=kinds["batched"],
         num_split=kinds["split"],
@@ -207,12 +214,22 @@ def step_summary(step: Step) -> StepSummary:
         makespan_s=step.makespan_s,
         bound_s=step.bound_s,
         step_s=step.step_s,
-        ratio_to_bound=_ratio(step.makespan_s, step.bound_s),
-        bubble_fraction=_ratio(bubble_s, busy_s + bubble_s),
-        recompute_fraction=_ratio(sum(p.recompute_s for p in predicted), busy_s),
-        peak_bytes=tuple(max(p.peak_bytes for p in stages) for stages in by_stage),
-        winners=tuple(r.search.winner if r.search else None for r in step.replicas),
+        ratio_to_bound=step.makespan_s / step.bound_s if step.bound_s > 0 else None,
+        bubble_fraction=shares.bubble_fraction,
+        recompute_fraction=shares.recompute_fraction,
+        peak_bytes=_peaks(step),
+        winners=tuple(_winner(replica) for replica in step.replicas),
     )
+
+
+def _peaks(step: Step) -> tuple[int, ...]:
+    """Return the most that each stage of any replica holds."""
+    peaks = [[stage.peak_bytes for stage in replica.predicted] for replica in step.replicas]
+    return tuple(max(of_stage) for of_stage in zip(*peaks, strict=True))
+
+
+def _winner(replica: Replica) -> str | None:
+    return None if replica.search is None else replica.search.winner
 
 
 def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
@@ -222,39 +239,52 @@ def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
     return "split" if len(chunk.slices) == 1 else "hybrid"
 
 
+def profile_device(header: Header) -> str:
+    """Return the device that a plan was made for, and whether its costs were measured."""
+    try:
+        origin = profile_origin(header)
+    except msgspec.ValidationError:
+        return "an unknown device"
+    return f"{origin.device.name} ({origin.source})"
+
+
 def _header_view(header: Header) -> HeaderView:
+    profile = msgspec.msgpack.decode(header.profile)
     # Through JSON, for msgpack knows more kinds of data.
-    profile = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(header.profile)))
-    return HeaderView(**_fields(header) | {"profile": profile})
+    plain = msgspec.json.decode(msgspec.json.encode(profile))
+    return HeaderView(**_fields(header) | {"profile": plain})
 
 
 def _replica_view(step: Step, replica: Replica) -> ReplicaView:
+    programs = [show_program(stage, program) for stage, program in enumerate(replica.programs)]
     return ReplicaView(
         chunks=tuple(_chunk_view(step, replica, index) for index in range(len(replica.chunks))),
         chains=tuple(chunk_chains(replica.chunks, step.sequences)),
-        programs=tuple(
-            show_program(stage, program) for stage, program in enumerate(replica.programs)
-        ),
-        predicted=tuple(PredictionView(**_fields(p)) for p in replica.predicted),
+        programs=tuple(programs),
+        predicted=tuple(PredictionView(**_fields(stage)) for stage in replica.predicted),
         search=replica.search,
     )
 
 
 def _chunk_view(step: Step, replica: Replica, index: int) -> ChunkView:
     chunk = replica.chunks[index]
+    slices = [
+        SliceView(
+            sequence=part.sequence,
+            row=step.sequences[part.sequence].row,
+            positions=(part.start, part.stop),
+        )
+        for part in chunk.slices
+    ]
+    lengths = [part.length for part in chunk.slices]
     return ChunkView(
         index=index,
         kind=chunk_kind(chunk, step.sequences),
         num_tokens=chunk.num_tokens,
         num_pairs=chunk.num_pairs,
         isolated=True,
-        cu_seqlens=tuple(accumulate((piece.length for piece in chunk.slices), initial=0)),
-        slices=tuple(
-            SliceView(
-                sequence=s.sequence, row=step.sequences[s.sequence].row, positions=(s.start, s.stop)
-            )
-            for s in chunk.slices
-        ),
+        cu_seqlens=tuple(accumulate(lengths, initial=0)),
+        slices=tuple(slices),
         recompute=tuple(counts[index] for counts in replica.recompute),
     )
 
@@ -265,27 +295,3 @@ def _fields(struct: msgspec.Struct) -> Document:
 
 def _plain(view: msgspec.Struct) -> Document:
     return msgspec.json.decode(msgspec.json.encode(view), type=Document)
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
-
-
-class _Device(msgspec.Struct):
-    name: str
-
-
-class _Profile(msgspec.Struct):
-    """What people are told of a plan's profile."""
-
-    device: _Device
-    source: str
-
-
-def profile_device(header: Header) -> str:
-    """Return the device that a plan was made for, and whether its costs were measured or are analytic."""
-    try:
-        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
-    except msgspec.ValidationError:
-        return "an unknown device"
-    return f"{profile.device.name} ({profile.source})"

@@ -7,16 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from infinipipe.costs.cost import layer_seconds
-from infinipipe.profiles.profile import SAMPLE_OPS, Profile, Sample
-from infinipipe.reports.profile_table import layer_times
+from infinipipe.profiles import Profile
+from infinipipe.profiles.profile import SAMPLE_OPS, Sample, Times
+from infinipipe.reports.profile_table import layer_times, sequence_seconds
 
-_SHELL = """<!doctype html>
+# The page loads nothing: plotly is in it, and draws images of its own.
+_CONTENT_SECURITY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+
+_PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+ content="{content_security}">
 <title>{title}</title>
 <style>body {{ font-family: system-ui, sans-serif; margin: 1rem auto; max-width: 75rem }}</style>
 </head>
@@ -28,6 +33,15 @@ _SHELL = """<!doctype html>
 </html>
 """
 
+_SHORTEST = 16
+"""Tokens where the curves begin, for a logarithmic axis cannot begin at none."""
+
+_NUM_POINTS = 60
+"""Of a curve: more could not be told apart on a page."""
+
+_MOST_SLICES = 4
+"""Of a chunk, beside the mouse: as many as fit one line."""
+
 
 def profile_page(profile: Profile) -> str:
     """Return the page; a profile without samples has only its curves."""
@@ -35,95 +49,102 @@ def profile_page(profile: Profile) -> str:
     import plotly.io
     from plotly.offline import get_plotlyjs
 
-    figures = [_curves_figure(profile)]
+    figures = [_curves_figure(profile.times)]
     if profile.samples:
         figures = [_samples_figure(profile), _errors_figure(profile), *figures]
     config = {"displaylogo": False, "responsive": True}
-    plots = [
-        plotly.io.to_html(f, config=config, include_plotlyjs=False, full_html=False)
-        for f in figures
-    ]
-    title = html.escape(f"{profile.model.name} on {profile.device.name} ({profile.source})")
-    facts = html.escape(
-        f"{profile.created}, infinipipe {profile.infinipipe_version}, {_accuracy(profile)}"
+    plots = [f"<script>{get_plotlyjs()}</script>"]
+    for figure in figures:
+        plots.append(
+            plotly.io.to_html(figure, config=config, include_plotlyjs=False, full_html=False)
+        )
+    title = f"{profile.model.name} on {profile.device.name} ({profile.source})"
+    facts = f"{profile.created}, infinipipe {profile.infinipipe_version}, {_accuracy(profile)}"
+    return _PAGE.format(
+        content_security=_CONTENT_SECURITY,
+        title=html.escape(title),
+        facts=html.escape(facts),
+        plots="\n".join(plots),
     )
-    script = f"<script>{get_plotlyjs()}</script>\n"
-    return _SHELL.format(title=title, facts=facts, plots=script + "\n".join(plots))
 
 
 def _accuracy(profile: Profile) -> str:
-    held_out = [f"{a.op} {a.median_error:.1%}" for a in profile.accuracy if a.held_out]
-    return (
-        "median error on chunks held out: " + ", ".join(held_out)
-        if held_out
-        else "nothing was measured"
-    )
+    errors = [f"{row.op} {row.median_error:.1%}" for row in profile.accuracy if row.held_out]
+    if not errors:
+        return "nothing was measured"
+    return "median error on chunks held out: " + ", ".join(errors)
 
 
 def _samples_figure(profile: Profile) -> Any:
-    """Return fitted over measured seconds of every sample, next to the line where both are equal."""
+    """Return fitted over measured seconds of every sample, next to where both are equal."""
     figure = _figure("Fitted against measured", "measured, seconds", "fitted, seconds")
-    for name, samples in _groups(profile):
+    for name, samples in _groups(profile).items():
         figure.add_scatter(
-            x=[s.seconds for s in samples],
-            y=[s.fitted_s for s in samples],
-            error_x={"array": [s.spread_s / 2 for s in samples], "thickness": 1},
-            text=[_describe(s) for s in samples],
+            x=[sample.seconds for sample in samples],
+            y=[sample.fitted_s for sample in samples],
+            error_x={"array": [sample.spread_s / 2 for sample in samples], "thickness": 1},
+            text=[_describe(sample) for sample in samples],
             mode="markers",
             name=name,
         )
-    ends = [min(s.seconds for s in profile.samples), max(s.seconds for s in profile.samples)]
-    figure.add_scatter(
-        x=ends, y=ends, mode="lines", line={"color": "gray", "dash": "dot"}, name="equal"
-    )
+    seconds = [sample.seconds for sample in profile.samples]
+    ends = [min(seconds), max(seconds)]
+    line = {"color": "gray", "dash": "dot"}
+    figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="equal")
     return figure.update_yaxes(type="log")
 
 
 def _errors_figure(profile: Profile) -> Any:
     figure = _figure("Error by size", "tokens of the chunk", "fitted / measured - 1")
-    for name, samples in _groups(profile):
+    for name, samples in _groups(profile).items():
         figure.add_scatter(
-            x=[sum(length for _, length in s.slices) for s in samples],
-            y=[s.fitted_s / s.seconds - 1 for s in samples],
-            text=[_describe(s) for s in samples],
+            x=[_num_tokens(sample) for sample in samples],
+            y=[sample.fitted_s / sample.seconds - 1 for sample in samples],
+            text=[_describe(sample) for sample in samples],
             mode="markers",
             name=name,
         )
     return figure.update_yaxes(tickformat=".0%")
 
 
-def _curves_figure(profile: Profile) -> Any:
+def _curves_figure(times: Times) -> Any:
     """Return how efficiency falls for small chunks: seconds per token of one whole sequence."""
     figure = _figure("One layer, one sequence", "tokens of the sequence", "microseconds per token")
-    times = profile.times
-    tokens = np.unique(np.geomspace(16, times.layer_forward.curve.tokens[-1], 60).astype(np.int64))
-    pairs, slices = tokens * (tokens + 1) // 2, np.ones_like(tokens)
+    longest = times.layer_forward.curve.tokens[-1]
+    spaced = np.geomspace(_SHORTEST, longest, _NUM_POINTS)
+    lengths = np.unique(spaced.astype(np.int64))
     for name, layer in layer_times(times).items():
-        seconds = layer_seconds(layer, tokens, pairs, slices)
-        figure.add_scatter(
-            x=tokens.tolist(), y=(1e6 * seconds / tokens).tolist(), mode="lines", name=name
-        )
+        microseconds = 1e6 * sequence_seconds(layer, lengths)
+        per_token = microseconds / lengths
+        figure.add_scatter(x=lengths.tolist(), y=per_token.tolist(), mode="lines", name=name)
     return figure.update_yaxes(type="log")
 
 
-def _groups(profile: Profile) -> list[tuple[str, list[Sample]]]:
-    kinds = [(op, held_out) for held_out in (False, True) for op in SAMPLE_OPS]
-    return [
-        (f"{op}, {'held out' if held_out else 'fitted'}", found)
-        for op, held_out in kinds
-        if (found := [s for s in profile.samples if (s.op, s.held_out) == (op, held_out)])
-    ]
+def _groups(profile: Profile) -> dict[str, list[Sample]]:
+    """Return the samples by op and by whether they were fitted, those that there are."""
+    groups: dict[str, list[Sample]] = {}
+    for use in ("fitted", "held out"):
+        for op in SAMPLE_OPS:
+            groups[f"{op}, {use}"] = []
+    for sample in profile.samples:
+        use = "held out" if sample.held_out else "fitted"
+        groups[f"{sample.op}, {use}"].append(sample)
+    return {name: samples for name, samples in groups.items() if samples}
+
+
+def _num_tokens(sample: Sample) -> int:
+    return sum(length for _, length in sample.slices)
 
 
 def _describe(sample: Sample) -> str:
-    shown = ", ".join(f"[{start}, {start + length})" for start, length in sample.slices[:4])
-    more = f" and {len(sample.slices) - 4} more" if len(sample.slices) > 4 else ""
-    return f"{shown}{more}: {sample.num_repeats} repeats"
+    ranges = [f"[{start}, {start + length})" for start, length in sample.slices[:_MOST_SLICES]]
+    rest = len(sample.slices) - len(ranges)
+    more = f" and {rest} more" if rest else ""
+    return f"{', '.join(ranges)}{more}: {sample.num_repeats} repeats"
 
 
 def _figure(title: str, x: str, y: str) -> Any:
     import plotly.graph_objects as go
 
-    return go.Figure(
-        layout={"title": title, "height": 480, "template": "plotly_white"}
-    ).update_layout(xaxis={"title": x, "type": "log"}, yaxis={"title": y})
+    figure = go.Figure(layout={"title": title, "height": 480, "template": "plotly_white"})
+    return figure.update_layout(xaxis={"title": x, "type": "log"}, yaxis={"title": y})

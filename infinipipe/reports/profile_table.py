@@ -9,118 +9,147 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.cost import curve_seconds, layer_seconds
-from infinipipe.profiles.profile import LayerTime, Line, Profile, Times
+from infinipipe.profiles import Profile
+from infinipipe.profiles.profile import Accuracy, LayerTime, Line, Refinement, Times
+from infinipipe.units import show_bytes
 
-_SIZES = (64, 256, 1024, 4096, 16384)
+_LENGTHS = (64, 256, 1024, 4096, 16384)
+"""Of the sequences whose milliseconds are shown, in tokens: from one that a chunk packs many of to
+one that is split; five columns fit a terminal."""
+
+# In a second.
+_MILLISECONDS = 1e3
+_MICROSECONDS = 1e6
+_NANOSECONDS = 1e9
 
 
 def profile_tables(profile: Profile) -> Group:
-    """Return what a profile says: of what it is, times, bytes, and how accurate it is."""
+    """Return what a profile says: what it is of, times, bytes, and how accurate it is."""
+    title = f"{profile.model.name} on {profile.device.name}, {profile.source}"
     parts: list[Table | Text] = [
         # Text, as names may look like markup.
-        Text(f"{profile.model.name} on {profile.device.name}, {profile.source}", style="bold"),
+        Text(title, style="bold"),
         _facts_table(profile),
-        _times_table(profile),
-        _rates_table(profile),
+        _times_table(profile.times),
+        _rates_table(profile.times),
         _bytes_table(profile),
     ]
     if profile.accuracy:
         parts.append(_accuracy_table(profile))
-    parts += [Text(line) for line in _refinements(profile)]
+    parts += [Text(_show_refinement(refinement)) for refinement in profile.refinements]
     return Group(*parts)
 
 
 def _facts_table(profile: Profile) -> Table:
-    device, model = profile.device, profile.model
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(profile.software.items()))
-    rows = [
-        (
-            "device",
-            f"{device.num_devices} of {device.memory_bytes / 2**30:.2f} GiB each, {device.capability}",
-        ),
-        ("created", f"{profile.created} by infinipipe {profile.infinipipe_version}"),
-        ("software", versions or "none: computed from a data sheet, nothing was measured"),
-        (
-            "model",
-            f"{model.architecture}: {model.num_layers} layers of {model.hidden_size}, "
-            f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}, MLP {model.intermediate_size}, "
-            f"vocabulary {model.vocabulary_size:,}, {profile.dtype}",
-        ),
-    ]
+    facts = {
+        "device": _show_device(profile),
+        "created": f"{profile.created} by infinipipe {profile.infinipipe_version}",
+        "software": _show_software(profile),
+        "model": _show_model(profile),
+    }
     table = Table(show_header=False, box=None)
-    for name, text in rows:
+    for name, text in facts.items():
         table.add_row(name, Text(text))
     return table
 
 
-def _times_table(profile: Profile) -> Table:
+def _show_device(profile: Profile) -> str:
+    device = profile.device
+    memory = show_bytes(device.memory_bytes)
+    return f"{device.num_devices} of {memory} each, {device.capability}"
+
+
+def _show_software(profile: Profile) -> str:
+    if not profile.software:
+        return "none: computed from a data sheet, nothing was measured"
+    return ", ".join(f"{name} {version}" for name, version in sorted(profile.software.items()))
+
+
+def _show_model(profile: Profile) -> str:
+    model = profile.model
+    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+    return (
+        f"{model.architecture}: {model.num_layers} layers of {model.hidden_size}, {heads}, "
+        f"MLP {model.intermediate_size}, vocabulary {model.vocabulary_size:,}, {profile.dtype}"
+    )
+
+
+def _times_table(times: Times) -> Table:
     """Return milliseconds of one whole sequence by its length."""
-    times, tokens = profile.times, np.array(_SIZES)
-    pairs, slices = tokens * (tokens + 1) // 2, np.ones_like(tokens)
-    curves = (
-        ("embedding F", times.embedding_forward),
-        ("embedding B", times.embedding_backward),
-        ("head and loss F", times.head_forward),
-        ("head B", times.head_backward),
-    )
-    table = _table("milliseconds of one sequence", *(f"{size:,} tokens" for size in _SIZES))
-    for name, layer in layer_times(times).items():
-        _add_row(table, f"layer {name}", 1e3 * layer_seconds(layer, tokens, pairs, slices))
-    for name, curve in curves:
-        _add_row(table, name, 1e3 * curve_seconds(curve, tokens))
-    return table
-
-
-def _rates_table(profile: Profile) -> Table:
-    times = profile.times
-    layers = layer_times(times)
-    table = _table("coefficients of a layer", *layers)
-    units = {
-        "s_per_pair": ("ns per pair", 1e9),
-        "s_per_slice": ("us per slice", 1e6),
-        "s_per_context": ("us per slice with context", 1e6),
-        "s_per_context_token": ("ns per token of context", 1e9),
-        "s_per_continued_token": ("ns per token of a slice with context", 1e9),
+    lengths = np.array(_LENGTHS)
+    curves = {
+        "embedding F": times.embedding_forward,
+        "embedding B": times.embedding_backward,
+        "head and loss F": times.head_forward,
+        "head B": times.head_backward,
     }
-    for name, (unit, factor) in units.items():
-        _add_row(table, unit, (factor * getattr(layer, name) for layer in layers.values()))
-    _add_row(
-        table, "sizes in the curve", (f"{len(layer.curve.tokens)}" for layer in layers.values())
-    )
-    table.add_section()
-    _add_row(
-        table, "us per chunk and stage", (1e6 * times.chunk_forward_s, 1e6 * times.chunk_backward_s)
-    )
-    for name, line, unit in (
-        ("optimizer", times.optimizer_s, "parameter"),
-        ("transfer", times.transfer_s, "byte"),
-        (f"all-to-all of {times.all_to_all_ranks} ranks", times.all_to_all_s, "byte"),
-    ):
-        table.add_row(name, _line(line, unit))
+    columns = [f"{length:,} tokens" for length in _LENGTHS]
+    table = _table("milliseconds of one sequence", *columns)
+    for name, layer in layer_times(times).items():
+        _add_numbers(table, f"layer {name}", _MILLISECONDS * sequence_seconds(layer, lengths))
+    for name, curve in curves.items():
+        _add_numbers(table, name, _MILLISECONDS * curve_seconds(curve, lengths))
     return table
+
+
+def sequence_seconds(layer: LayerTime, lengths: Ints) -> Floats:
+    """Return the seconds of a layer for whole sequences, each alone in its chunk."""
+    pairs = lengths * (lengths + 1) // 2
+    return layer_seconds(layer, lengths, pairs, np.ones_like(lengths))
 
 
 def layer_times(times: Times) -> dict[str, LayerTime]:
-    """Return the times of a layer by the names that people read; I and W where the profile has them."""
-    found = {
+    """Return the times of a layer by the names that people read; without I and W if it has none."""
+    named = {
         "F": times.layer_forward,
         "B": times.layer_backward,
         "recompute adds": times.layer_recompute,
         "I": times.layer_input_backward,
         "W": times.layer_weight_backward,
     }
-    return {name: time for name, time in found.items() if time is not None}
+    return {name: time for name, time in named.items() if time is not None}
 
 
-def _line(line: Line, unit: str) -> str:
-    return f"{1e6 * line.constant:.4g} us + {1e9 * line.rate:.4g} ns per {unit}"
+def _rates_table(times: Times) -> Table:
+    layers = layer_times(times)
+    table = _table("coefficients of a layer", *layers)
+    _add_rates(table, list(layers.values()))
+    sizes = [f"{len(layer.curve.tokens)}" for layer in layers.values()]
+    table.add_row("sizes in the curve", *sizes)
+    table.add_section()
+    chunk_us = (_MICROSECONDS * times.chunk_forward_s, _MICROSECONDS * times.chunk_backward_s)
+    _add_numbers(table, "us per chunk and stage", chunk_us)
+    all_to_all = f"all-to-all of {times.all_to_all_ranks} ranks"
+    table.add_row("optimizer", _show_line(times.optimizer_s, "parameter"))
+    table.add_row("transfer", _show_line(times.transfer_s, "byte"))
+    table.add_row(all_to_all, _show_line(times.all_to_all_s, "byte"))
+    return table
+
+
+def _add_rates(table: Table, layers: list[LayerTime]) -> None:
+    units = {
+        "s_per_pair": ("ns per pair", _NANOSECONDS),
+        "s_per_slice": ("us per slice", _MICROSECONDS),
+        "s_per_context": ("us per slice with context", _MICROSECONDS),
+        "s_per_context_token": ("ns per token of context", _NANOSECONDS),
+        "s_per_continued_token": ("ns per token of a slice with context", _NANOSECONDS),
+    }
+    for field, (unit, factor) in units.items():
+        _add_numbers(table, unit, [factor * getattr(layer, field) for layer in layers])
+
+
+def _show_line(line: Line, unit: str) -> str:
+    constant_us = _MICROSECONDS * line.constant
+    rate_ns = _NANOSECONDS * line.rate
+    return f"{constant_us:.4g} us + {rate_ns:.4g} ns per {unit}"
 
 
 def _bytes_table(profile: Profile) -> Table:
     sizes = profile.bytes
     table = _table("bytes", "per token", "at once")
-    per_token = {
+    kept = {
         "a layer keeps": sizes.layer_full_per_token,
         "if it is recomputed": sizes.activation_per_token,
         "its K and V": sizes.layer_kv_per_token,
@@ -130,10 +159,10 @@ def _bytes_table(profile: Profile) -> Table:
         "the first stage besides": sizes.embedding_per_token,
         "the last stage besides": sizes.head_per_token,
     }
-    for name, size in per_token.items():
+    for name, size in kept.items():
         if size is not None:
             table.add_row(name, f"{size:,.0f}")
-    peaks = {
+    transient = {
         "for a moment: F of a layer": sizes.layer_forward_peak,
         "F of a layer that is recomputed": sizes.recompute_forward_peak,
         "B of a layer": sizes.layer_backward_peak,
@@ -141,7 +170,7 @@ def _bytes_table(profile: Profile) -> Table:
         "F of the head, without logits": sizes.head_forward_peak,
         "B of the head": sizes.head_backward_peak,
     }
-    for name, line in peaks.items():
+    for name, line in transient.items():
         table.add_row(name, f"{line.rate:,.0f}", f"{line.constant:,.0f}")
     table.add_row("B of a slice, of its own tokens", f"{sizes.slice_backward_per_token:,.0f}")
     table.add_row("B of a slice, of its context", f"{sizes.context_per_token:,.0f}")
@@ -152,20 +181,26 @@ def _bytes_table(profile: Profile) -> Table:
 
 def _accuracy_table(profile: Profile) -> Table:
     table = _table("fitted against measured", "samples", "median error", "90 %", "worst")
-    for row in sorted(profile.accuracy, key=lambda a: a.held_out):
-        errors = (f"{error:.1%}" for error in (row.median_error, row.p90_error, row.worst_error))
+    for accuracy in sorted(profile.accuracy, key=_is_held_out):
         table.add_row(
-            f"{row.op}, {'held out' if row.held_out else 'fitted'}", str(row.num_samples), *errors
+            f"{accuracy.op}, {'held out' if accuracy.held_out else 'fitted'}",
+            str(accuracy.num_samples),
+            f"{accuracy.median_error:.1%}",
+            f"{accuracy.p90_error:.1%}",
+            f"{accuracy.worst_error:.1%}",
         )
     return table
 
 
-def _refinements(profile: Profile) -> list[str]:
-    return [
-        f"refined: times x {r.scale:.3f} after {r.num_steps} steps of a run, error {r.error_before:.1%} -> "
-        f"{r.error_after:.1%}"
-        for r in profile.refinements
-    ]
+def _is_held_out(accuracy: Accuracy) -> bool:
+    return accuracy.held_out
+
+
+def _show_refinement(refinement: Refinement) -> str:
+    return (
+        f"refined: times x {refinement.scale:.3f} after {refinement.num_steps} steps of a run, "
+        f"error {refinement.error_before:.1%} -> {refinement.error_after:.1%}"
+    )
 
 
 def _table(*names: str) -> Table:
@@ -175,5 +210,5 @@ def _table(*names: str) -> Table:
     return table
 
 
-def _add_row(table: Table, name: str, values: Iterable[float | str]) -> None:
-    table.add_row(name, *(value if isinstance(value, str) else f"{value:.4g}" for value in values))
+def _add_numbers(table: Table, name: str, numbers: Iterable[float]) -> None:
+    table.add_row(name, *(f"{number:.4g}" for number in numbers))

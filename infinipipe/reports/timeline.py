@@ -1,4 +1,4 @@
-"""The predicted timeline of a step as spans, and the files that other tools read it from."""
+"""A step's predicted timeline and programs as the files that other tools read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from infinipipe.costs.predict import Span
-from infinipipe.ir.plan import Header, OpKind, Replica, Step
-from infinipipe.ir.text import show_op
+from infinipipe.ir import Header, OpKind, Replica, Step, show_op
 from infinipipe.reports.plan_view import chunk_kind
 
 Event = dict[str, Any]
+"""One object of the Trace Event Format."""
 
 KIND_NAMES = {
     OpKind.FORWARD: "forward",
@@ -20,20 +20,31 @@ KIND_NAMES = {
     OpKind.BACKWARD_WEIGHT: "backward weight",
 }
 
+_ARROW_BEFORE_END = 0.001
+"""Share of the sender's span by which an arrow leaves before it ends: an arrow belongs to the span
+that encloses it, and the end itself lies outside; so little cannot be seen."""
+
+_DECIMALS = 3
+"""Of microseconds: a nanosecond is less than any op or transfer takes."""
+
 
 def schedule_csv(replica: Replica) -> str:
-    """Return a replica's programs as `torch.distributed.pipelining` reads them: a row per stage, compute ops only."""
-    return "".join(
-        ",".join(show_op(stage, op) for op in program) + "\r\n"
-        for stage, program in enumerate(replica.programs)
-    )
+    """Return a replica's programs as `torch.distributed.pipelining` reads them.
+
+    A row per stage, compute ops only.
+    """
+    rows = []
+    for stage, program in enumerate(replica.programs):
+        ops = [show_op(stage, op) for op in program]
+        rows.append(",".join(ops) + "\r\n")
+    return "".join(rows)
 
 
 def chrome_trace(header: Header, step: Step, spans: SequenceOf[Span]) -> Event:
     """Return a step's timeline in the Trace Event Format, for Perfetto and chrome://tracing.
 
-    A process per replica and a track per stage, with ops named in text form, recompute inside its B, an arrow
-    for each transfer, and a counter of each stage's bytes.
+    A process per replica and a track per stage, with ops named in text form, recompute inside its
+    B, an arrow for each transfer, and a counter of each stage's bytes.
     """
     events = [*_names(header), *_ops(step, spans), *_arrows(spans), *_counters(spans)]
     return {
@@ -45,43 +56,28 @@ def chrome_trace(header: Header, step: Step, spans: SequenceOf[Span]) -> Event:
 
 def _names(header: Header) -> Iterator[Event]:
     for replica in range(header.num_replicas):
-        yield _event("M", replica, 0, name="process_name", args={"name": f"replica {replica}"})
+        yield _metadata(replica, 0, "process_name", {"name": f"replica {replica}"})
         for number, stage in enumerate(header.stages):
-            layers = f"layers {stage.first_layer} to {stage.first_layer + stage.num_layers - 1}"
-            yield _event(
-                "M", replica, number, name="thread_name", args={"name": f"stage {number}: {layers}"}
-            )
-            yield _event(
-                "M", replica, number, name="thread_sort_index", args={"sort_index": number}
-            )
+            last_layer = stage.first_layer + stage.num_layers - 1
+            name = f"stage {number}: layers {stage.first_layer} to {last_layer}"
+            yield _metadata(replica, number, "thread_name", {"name": name})
+            yield _metadata(replica, number, "thread_sort_index", {"sort_index": number})
 
 
 def _ops(step: Step, spans: SequenceOf[Span]) -> Iterator[Event]:
     for span in spans:
         replica = step.replicas[span.replica]
         chunk = replica.chunks[span.op.chunk]
-        args = {
+        facts = {
             "chunk": chunk_kind(chunk, step.sequences),
             "tokens": chunk.num_tokens,
-            "slices": [[piece.sequence, piece.start, piece.stop] for piece in chunk.slices],
+            "slices": [[part.sequence, part.start, part.stop] for part in chunk.slices],
             "recomputed layers": replica.recompute[span.stage][span.op.chunk],
         }
-        yield _complete(span, span.name, KIND_NAMES[span.op.kind], span.end_s - span.start_s, args)
+        seconds = span.end_s - span.start_s
+        yield _complete(span, span.name, KIND_NAMES[span.op.kind], seconds, facts)
         if span.recompute_s > 0:
             yield _complete(span, "recompute", "recompute", span.recompute_s, {})
-
-
-def _complete(span: Span, name: str, category: str, seconds: float, args: Event) -> Event:
-    event = _event(
-        "X",
-        span.replica,
-        span.stage,
-        name=name,
-        cat=category,
-        ts=_microseconds(span.start_s),
-        args=args,
-    )
-    return event | {"dur": _microseconds(seconds)}
 
 
 def _arrows(spans: SequenceOf[Span]) -> Iterator[Event]:
@@ -90,19 +86,15 @@ def _arrows(spans: SequenceOf[Span]) -> Iterator[Event]:
         (span.replica, span.stage, span.op.chunk, _direction(span)): span for span in spans
     }
     number = 0
-    for span in spans:
-        direction = _direction(span)
-        receiver = receivers.get((span.replica, span.stage + direction, span.op.chunk, direction))
+    for sender in spans:
+        direction = _direction(sender)
+        next_stage = sender.stage + direction
+        receiver = receivers.get((sender.replica, next_stage, sender.op.chunk, direction))
         if direction == 0 or receiver is None:
             continue
         number += 1
-        # Inside the sender's span, for an arrow belongs to the span that encloses it.
-        leaves = span.end_s - 0.001 * (span.end_s - span.start_s)
-        same = {"name": "transfer", "cat": "transfer", "id": number}
-        yield _event("s", span.replica, span.stage, ts=_microseconds(leaves), **same)
-        yield _event(
-            "f", span.replica, receiver.stage, ts=_microseconds(receiver.start_s), bp="e", **same
-        )
+        yield _arrow_start(sender, number)
+        yield _arrow_end(receiver, number)
 
 
 def _direction(span: Span) -> int:
@@ -114,11 +106,62 @@ def _direction(span: Span) -> int:
 
 def _counters(spans: SequenceOf[Span]) -> Iterator[Event]:
     for span in spans:
-        name = f"stage {span.stage} bytes"
-        for at, held in ((span.start_s, span.during_bytes), (span.end_s, span.after_bytes)):
-            yield _event(
-                "C", span.replica, span.stage, name=name, ts=_microseconds(at), args={"bytes": held}
-            )
+        yield _counter(span, span.start_s, span.during_bytes)
+        yield _counter(span, span.end_s, span.after_bytes)
+
+
+def _metadata(replica: int, stage: int, name: str, args: Event) -> Event:
+    return _event("M", replica, stage, name=name, args=args)
+
+
+def _complete(span: Span, name: str, category: str, seconds: float, args: Event) -> Event:
+    return _event(
+        "X",
+        span.replica,
+        span.stage,
+        name=name,
+        cat=category,
+        ts=_microseconds(span.start_s),
+        args=args,
+        dur=_microseconds(seconds),
+    )
+
+
+def _arrow_start(sender: Span, number: int) -> Event:
+    leaves_s = sender.end_s - _ARROW_BEFORE_END * (sender.end_s - sender.start_s)
+    return _event(
+        "s",
+        sender.replica,
+        sender.stage,
+        ts=_microseconds(leaves_s),
+        name="transfer",
+        cat="transfer",
+        id=number,
+    )
+
+
+def _arrow_end(receiver: Span, number: int) -> Event:
+    return _event(
+        "f",
+        receiver.replica,
+        receiver.stage,
+        ts=_microseconds(receiver.start_s),
+        bp="e",
+        name="transfer",
+        cat="transfer",
+        id=number,
+    )
+
+
+def _counter(span: Span, at_s: float, num_bytes: int) -> Event:
+    return _event(
+        "C",
+        span.replica,
+        span.stage,
+        name=f"stage {span.stage} bytes",
+        ts=_microseconds(at_s),
+        args={"bytes": num_bytes},
+    )
 
 
 def _event(phase: str, replica: int, stage: int, **fields: Any) -> Event:
@@ -126,4 +169,4 @@ def _event(phase: str, replica: int, stage: int, **fields: Any) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    return round(seconds * 1e6, _DECIMALS)

@@ -18,8 +18,15 @@ from infinipipe.ir import Header, Step
 from infinipipe.reports import plan_page as page_module
 from infinipipe.reports.plan_page import plan_page
 from tests.plans import make_header, make_spans, make_step
+from tests.processes import wait_until
 
-HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>&amp;${1}{{plotly}}"
+HOSTILE = (
+    "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+    "&amp;${1}{{plotly}}"
+)
+LIMIT_TEXTS = (
+    "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
+)
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=3)
 
 
@@ -128,11 +135,8 @@ def show(browser: Any, folder: Path, header: Header, steps: list[Step]) -> None:
 
 
 def wait_for(browser: Any, drawn: str) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(browser, 30).until(
-        lambda b: b.execute_script("return document.body.dataset.drawn") == drawn
-    )
+    script = "return document.body.dataset.drawn"
+    wait_until(lambda: browser.execute_script(script) == drawn, f"{drawn} is drawn")
 
 
 def num_bars(browser: Any) -> int:
@@ -195,32 +199,29 @@ def test_limits_and_bubbles_are_drawn(browser: Any, tmp_path: Path) -> None:
     header = make_header(num_stages=3, num_replicas=2, memory_limit_bytes=(2**30, 3 * 2**30, 2**30))
     show(browser, tmp_path, header, STEPS)
     drawn = browser.execute_script(
-        "return document.getElementById('timeline').layout.shapes.map(shape => [shape.y0, shape.y1, shape.label.text])"
+        "return document.getElementById('timeline').layout.shapes"
+        ".map(shape => [shape.y0, shape.y1, shape.label.text])"
     )
     assert drawn == [[1, 1, "limit of stage 0, 2"], [3, 3, "limit of stage 1"]]
-    texts = browser.execute_script(
-        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
-    )
+    texts = browser.execute_script(LIMIT_TEXTS)
     assert texts == ["limit of stage 0, 2", "limit of stage 1"]
     bubbles = browser.execute_script(
         "return document.getElementById('stages').data.find(t => t.name === 'bubble').x"
     )
     assert bubbles == [p.bubble_s for p in STEPS[0].replicas[0].predicted] == [0.5, 0.5, 0.5]
     show(browser, tmp_path, HEADER, STEPS)
-    texts = browser.execute_script(
-        "return [...document.querySelectorAll('#timeline .shapelayer text')].map(t => t.textContent)"
-    )
+    texts = browser.execute_script(LIMIT_TEXTS)
     assert texts == ["limit of every stage"]
 
 
 def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.actions.action_builder import ActionBuilder
     from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
 
     show(browser, tmp_path, HEADER, STEPS)
     box = browser.execute_script(
-        "return document.querySelectorAll('#timeline .bars')[1].querySelector('path').getBoundingClientRect().toJSON()"
+        "return document.querySelectorAll('#timeline .bars')[1].querySelector('path')"
+        ".getBoundingClientRect().toJSON()"
     )
     mouse = ActionBuilder(browser)
     # Right of the middle, where no recompute lies over it.
@@ -228,7 +229,7 @@ def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
         int(box["x"] + 0.8 * box["width"]), int(box["y"] + box["height"] / 2)
     )
     mouse.perform()
-    WebDriverWait(browser, 10).until(lambda b: b.find_elements(By.CSS_SELECTOR, ".hovertext"))
+    wait_until(lambda: browser.find_elements(By.CSS_SELECTOR, ".hovertext"), "it hovers")
     lines = browser.find_elements(By.CSS_SELECTOR, ".hovertext .line")
     assert [line.text for line in lines] == [
         "0B1: hybrid chunk of 15 tokens",

@@ -1,4 +1,4 @@
-"""Profiles for people: tables, a page that needs no network, and a page of the docs that leaves no field out."""
+"""Profiles for people: tables, a page that needs no network, and docs that leave no field out."""
 
 from __future__ import annotations
 
@@ -107,29 +107,6 @@ def test_show_writes_the_page(profile: Profile, tmp_path: Path) -> None:
         == 0
     )
     assert "Fitted against measured" in (tmp_path / "p.html").read_text()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--html o.html",
-        "-p p.json",
-        "--show p.json --analytic a100-80g",
-        "--show p.json --refine run",
-        "--show p.json -o q.json",
-        "llama-7b --show p.json",
-        "--refine run --analytic x",
-        "--refine run --device cpu",
-        "--analytic a100-80g --quick",
-        "--analytic a100-80g --html o.html",
-    ],
-)
-def test_options_that_would_be_ignored_are_refused(
-    arguments: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(["profile", *arguments.split()]) == 2
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"Error: (choose one of .*|\S+ (goes with|is not used with) --.*)", message)
 
 
 def structs(kind: type) -> set[type]:

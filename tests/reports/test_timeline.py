@@ -123,7 +123,7 @@ def test_csv_rows_are_programs() -> None:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_torch_loads_and_validates_the_csv(tmp_path: Path, num_stages: int, split: bool) -> None:
-    """Its own loader, validator, communication pass and dry run, on a plan without split sequences."""
+    """Its own loader, validator, communication pass and dry run, without split sequences."""
     header = make_header(num_stages)
     replica = make_step(header, lengths=(16, 9, 9, 12, 16, 3, 14), split=split).replicas[0]
     (tmp_path / "schedule.csv").write_text(schedule_csv(replica), newline="")

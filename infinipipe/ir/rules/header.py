@@ -13,7 +13,8 @@ import unicodedata
 import msgspec
 
 from infinipipe.errors import VerifyError
-from infinipipe.ir.plan import FORMAT_VERSION, DType, Header, Model
+from infinipipe.ir.plan import FORMAT_VERSION, Header
+from infinipipe.ir.profile_summary import profile_subject
 
 # Kernels count tokens and rows with 32 bits; ranks, replicas and steps are far fewer.
 _MAX_COUNT = 2**31 - 1
@@ -176,17 +177,10 @@ def check_digests(header: Header) -> None:
         raise VerifyError("header: profile_sha256 is not the digest of the profile")
 
 
-class _Profile(msgspec.Struct, frozen=True):
-    """What the header repeats of the profile."""
-
-    model: Model
-    dtype: DType
-
-
 def check_profile(header: Header) -> None:
     """The profile is of the header's model and dtype."""
     try:
-        profile = msgspec.msgpack.decode(header.profile, type=_Profile)
+        profile = profile_subject(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise VerifyError(f"header: the profile cannot be used: {error}") from None
     for name in ("model", "dtype"):
