@@ -37,7 +37,7 @@ from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline, Problem, average_work
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import Profile, pack_profile, profile_sha256
-from infinipipe.profiles.models import logits_tokens
+from infinipipe.profiles.logits import logits_tokens
 from infinipipe.units import show_bytes
 
 _MAX_ELEMENTS = 2**31 - 1

@@ -96,8 +96,10 @@ def _rates_table(profile: Profile) -> Table:
         ("optimizer", times.optimizer_s, "parameter"),
         ("transfer", times.transfer_s, "byte"),
         (f"all-to-all of {times.all_to_all_ranks} ranks", times.all_to_all_s, "byte"),
+        (f"all-reduce of {times.all_to_all_ranks} ranks", times.all_reduce_s, "byte"),
     ):
-        table.add_row(name, _line(line, unit))
+        if line is not None:
+            table.add_row(name, _line(line, unit))
     return table
 
 
