@@ -163,7 +163,7 @@ class Bench:
             torch.autograd.backward((edge,), (torch.ones_like(source),))
             forward_s.append(middle - started)
             backward_s.append(self._now() - middle)
-        return float(np.median(forward_s)), float(np.median(backward_s))
+        return _median(forward_s), _median(backward_s)
 
     def optimizer_line(self, repeats: int) -> Line:
         """Time the end of a step, for all of a few layers' tensors and for the first half of them.
@@ -206,7 +206,8 @@ class Bench:
     def inputs(self, slices: Slices) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """Return a chunk's layer input, its rotary tables and a gradient of its output."""
         tokens = sum(length for _, length in slices)
-        return self.noise(tokens).requires_grad_(), self.rotary(slices), self.noise(tokens)
+        hidden = self.noise(tokens).requires_grad_()
+        return hidden, self.rotary(slices), self.noise(tokens)
 
     def noise(self, tokens: int) -> Tensor:
         """Return random numbers, shape (1, tokens, hidden size)."""
@@ -215,10 +216,12 @@ class Bench:
     def rotary(self, slices: Slices) -> tuple[Tensor, Tensor]:
         """Return the rotary tables of a chunk."""
         ranges = [torch.arange(start, start + length) for start, length in slices]
-        positions = torch.cat(ranges)[None].to(self.device)
+        positions = torch.cat(ranges)[None]
+        positions = positions.to(self.device)
         # The embedding takes only dtype and device from its first argument.
         like = torch.empty(0, device=self.device)
-        rotary: tuple[Tensor, Tensor] = self.stage_model.whole.model.rotary_emb(like, positions)
+        decoder = self.stage_model.whole.model
+        rotary: tuple[Tensor, Tensor] = decoder.rotary_emb(like, positions)
         return rotary
 
     def segments(self, slices: Slices) -> Segments:
@@ -273,8 +276,12 @@ def _with_layers(model: Model, num_layers: int) -> Model:
 
 def _median_curve(measured: dict[int, list[float]]) -> Curve:
     """Return the curve through the medians of the seconds of each size."""
-    medians = tuple(float(np.median(seconds)) for seconds in measured.values())
-    return Curve(tokens=tuple(measured), seconds=medians)
+    medians = [_median(seconds) for seconds in measured.values()]
+    return Curve(tokens=tuple(measured), seconds=tuple(medians))
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds))
 
 
 def _num_elements(parameters: Sequence[nn.Parameter]) -> int:

@@ -16,11 +16,18 @@ _COARSE_LATER_SLICES = ((1024, 16), (16384, 16), (1024, 256), (8192, 256), (4096
 _COARSE_PACKS = ((16, 4), (16, 32), (64, 16), (256, 4))
 """Length and number of equal sequences."""
 
-_POWERS = [2**k for k in range(4, 17)]
-_BETWEEN_POWERS = [3 * 2**k for k in range(5, 15)]
-_SIZES = sorted({1, *_POWERS, *_BETWEEN_POWERS})
-"""Up to 65,536 tokens in one chunk, which few devices have the memory for."""
+# What is chosen from afterwards: up to 65,536 tokens, which few devices have the memory for.
+_SIZES = (
+    *(1, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768),
+    *(1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288),
+    *(16384, 24576, 32768, 49152, 65536),
+)
 _STARTS = (64, 256, 1024, 4096, 16384, 65536)
+_LATER_LENGTHS = (16, 64, 256, 1024, 4096)
+_PACK_LENGTHS = (16, 64, 256, 1024)
+_PACK_COUNTS = (2, 4, 16, 64)
+_HYBRID_STARTS = (256, 4096)
+_HYBRID_COUNTS = (2, 8)
 
 _DRAWS = 1000
 """Of each kind: far more than any effort holds out, for machines on which most are too slow."""
@@ -42,16 +49,15 @@ def _hybrid(start: int, count: int) -> Slices:
 COARSE: tuple[Slices, ...] = (
     *(_whole(size) for size in _COARSE_SIZES),
     *((later,) for later in _COARSE_LATER_SLICES),
-    *(_pack(length, count) for length, count in _COARSE_PACKS),
+    *(_pack(*pack) for pack in _COARSE_PACKS),
 )
 """What is measured first: enough of each kind for a first fit."""
 CANDIDATES: tuple[Slices, ...] = (
     *(_whole(size) for size in _SIZES),
-    *((later,) for later in product(_STARTS, (16, 64, 256, 1024, 4096))),
-    *(_pack(length, count) for length, count in product((16, 64, 256, 1024), (2, 4, 16, 64))),
-    *(_hybrid(start, count) for start, count in product((256, 4096), (2, 8))),
+    *((later,) for later in product(_STARTS, _LATER_LENGTHS)),
+    *(_pack(*pack) for pack in product(_PACK_LENGTHS, _PACK_COUNTS)),
+    *(_hybrid(*hybrid) for hybrid in product(_HYBRID_STARTS, _HYBRID_COUNTS)),
 )
-"""What is chosen from afterwards."""
 
 NUM_KINDS = 4
 """Whole sequences, slices with context, packs and hybrids of the last two."""
@@ -68,7 +74,8 @@ def draw_chunks(longest: int, longest_context: int) -> Iterator[Slices]:
     draw = random.Random(7)
     for _ in range(_DRAWS):
         pack = _draw_pack(draw, longest)
-        later = (_draw_size(draw, 32, longest_context), _draw_size(draw, 8, longest))
+        start = _draw_size(draw, 32, longest_context)
+        later = (start, _draw_size(draw, 8, longest))
         yield _whole(_draw_size(draw, 8, longest))
         yield (later,)
         yield pack
@@ -78,10 +85,13 @@ def draw_chunks(longest: int, longest_context: int) -> Iterator[Slices]:
 def _draw_pack(draw: random.Random, longest: int) -> Slices:
     # Up to 24 short sequences, as in packs of a run.
     count = draw.randint(2, 24)
-    return tuple((0, _draw_size(draw, 4, min(512, longest))) for _ in range(count))
+    most = min(512, longest)
+    lengths = [_draw_size(draw, 4, most) for _ in range(count)]
+    return tuple((0, length) for length in lengths)
 
 
 def _draw_size(draw: random.Random, least: int, most: int) -> int:
     """Draw a size, each doubling as likely as any other."""
-    exponent = draw.uniform(math.log(least), math.log(max(least, most)))
+    most = max(least, most)
+    exponent = draw.uniform(math.log(least), math.log(most))
     return round(math.exp(exponent))

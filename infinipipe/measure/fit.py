@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -33,7 +34,12 @@ class Point:
     @property
     def pairs(self) -> int:
         """Attention pairs of all slices."""
-        return sum(length * start + length * (length + 1) // 2 for start, length in self.slices)
+        total = 0
+        for start, length in self.slices:
+            to_context = length * start
+            within = length * (length + 1) // 2
+            total += to_context + within
+        return total
 
     @property
     def context(self) -> int:
@@ -141,8 +147,10 @@ def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> Floats:
 
 def fit_line(sizes: SequenceOf[float], seconds: SequenceOf[float]) -> Line:
     """Return the line with the least sum of absolute relative errors; no part is negative."""
-    basis = np.column_stack([np.ones(len(sizes)), np.array(sizes, dtype=float)])
-    constant, rate = _least_errors(basis, np.array(seconds), np.zeros(len(sizes)))
+    ones = np.ones(len(sizes))
+    basis = np.column_stack([ones, np.array(sizes, dtype=float)])
+    nothing_known = np.zeros(len(sizes))
+    constant, rate = _least_errors(basis, np.array(seconds), nothing_known)
     return Line(constant=constant, rate=rate)
 
 
@@ -152,9 +160,11 @@ def _hats(x: Floats, knots: SequenceOf[int]) -> Floats:
     A piecewise-linear curve, as `curve_seconds` evaluates it, is their sum weighted by its values
     at the knots.
     """
-    hats = np.column_stack([np.interp(x, knots, value) for value in np.eye(len(knots))])
+    one_knot_up = np.eye(len(knots))
+    hats = np.column_stack([np.interp(x, knots, values) for values in one_knot_up])
     # Beyond the last knot the last slope goes on: one value up, the other down.
-    beyond = np.maximum(0.0, x - knots[-1]) / (knots[-1] - knots[-2])
+    before_last, last = knots[-2:]
+    beyond = np.maximum(0.0, x - last) / (last - before_last)
     hats[:, -2] -= beyond
     hats[:, -1] += beyond
     return hats
@@ -182,14 +192,26 @@ def _least_errors(
     solver = QuietHighs()  # type: ignore[no-untyped-call]
     terms = [solver.addVariable(lb=0.0) for _ in units]
     for row, wanted in zip(relative / units, target.tolist(), strict=True):
-        error = solver.addVariable(lb=0.0, obj=1.0)
-        fitted = solver.qsum(float(share) * terms[i] for i, share in enumerate(row) if share)
-        solver.addConstr(fitted - error <= wanted)
-        solver.addConstr(fitted + error >= wanted)
-    curve = [terms[i] * float(1 / units[i]) for i in range(len(knots))]
-    for left, right in pairwise(range(len(knots))):
-        solver.addConstr(curve[right] >= curve[left])
-        solver.addConstr(curve[right] <= curve[left] * (knots[right] / knots[left]))
+        _add_error(solver, terms, row, wanted)
+    scales = (1 / units).tolist()
+    curve = [term * scale for term, scale in zip(terms, scales, strict=True)]
+    _keep_in_shape(solver, curve, knots)
     solver.minimize()
     weights = np.array(solver.vals(terms)) / units
-    return [max(0.0, float(weight)) for weight in weights]
+    return [max(0.0, weight) for weight in weights.tolist()]
+
+
+def _add_error(solver: QuietHighs, terms: list[Any], row: Floats, wanted: float) -> None:
+    """Add `|row @ terms - wanted|` to what is minimized: what is at least either sign of it."""
+    error = solver.addVariable(lb=0.0, obj=1.0)
+    used = np.flatnonzero(row).tolist()
+    fitted = solver.qsum(float(row[index]) * terms[index] for index in used)
+    solver.addConstr(fitted - error <= wanted)
+    solver.addConstr(fitted + error >= wanted)
+
+
+def _keep_in_shape(solver: QuietHighs, curve: list[Any], knots: SequenceOf[int]) -> None:
+    """Let a curve, the first of these terms, never fall, nor rise per token."""
+    for index, (left, right) in enumerate(pairwise(knots)):
+        solver.addConstr(curve[index + 1] >= curve[index])
+        solver.addConstr(curve[index + 1] <= curve[index] * (right / left))

@@ -99,7 +99,8 @@ class Survey:
 
     def median(self, slices: Slices, op: SampleOp) -> float:
         """Return the median seconds of an op."""
-        return float(np.median([seconds[op] for seconds in self.times[slices]]))
+        repeats = [seconds[op] for seconds in self.times[slices]]
+        return float(np.median(repeats))
 
     @property
     def whole_sizes(self) -> list[int]:
@@ -135,7 +136,8 @@ class Survey:
         """Run all chunks in turns, each at most for its share of the time."""
         order = list(self.times)
         draw = random.Random(8)
-        share = max(0.0, self._deadline - self.clock()) / len(order)
+        left = max(0.0, self._deadline - self.clock())
+        share = left / len(order)
         pending = True
         while pending:
             pending = False
@@ -149,8 +151,10 @@ class Survey:
         repeats = self.times[slices]
         if len(repeats) < self.effort.min_repeats:
             return True
+        if len(repeats) == _MAX_REPEATS or self.clock() >= self._deadline:
+            return False
         spent = sum(_total(seconds) for seconds in repeats)
-        return spent < share and len(repeats) < _MAX_REPEATS and self.clock() < self._deadline
+        return spent < share
 
     def _measure(self, slices: Slices) -> bool:
         """Run a chunk once more, unless it is too large or too slow; return whether it ran."""
@@ -182,13 +186,15 @@ class Survey:
         if not self._can_fit():
             return False
         expected = self._expected(slices)
+        if expected > self.effort.most_seconds:
+            return True
         chosen = sum(_total(repeats[0]) for repeats in self.times.values())
-        all_repeats = self.effort.min_repeats * (chosen + expected)
-        return expected > self.effort.most_seconds or all_repeats > self._room_s
+        return self.effort.min_repeats * (chosen + expected) > self._room_s
 
     def _expected(self, slices: Slices) -> float:
         """Return the seconds of one repeat."""
-        return float(fitted_seconds(self._fitted(), [Point(slices, 0.0)])[0])
+        points = [Point(slices, 0.0)]
+        return float(fitted_seconds(self._fitted(), points)[0])
 
     def _fitted(self) -> LayerTime:
         """Return the fit of all ops together, made again when there is a new chunk to fit."""
@@ -235,7 +241,8 @@ class Survey:
 
     def _score(self, slices: Slices, places: Floats, doubts: list[float]) -> float:
         """Return what measuring a candidate promises, for its time."""
-        distances = np.linalg.norm(places - _place(Point(slices, 0.0)), axis=1)
+        place = _place(Point(slices, 0.0))
+        distances = np.linalg.norm(places - place, axis=1)
         nearest = int(distances.argmin())
         distance = min(float(distances[nearest]), _FARTHEST)
         gain = distance * (_LEAST_DOUBT + doubts[nearest])
@@ -249,8 +256,9 @@ class Survey:
         That of the fit, or of the line between its neighbours if larger: the fit's curve bends at
         every whole sequence, so these need the second.
         """
-        fitted = fitted_seconds(self._fitted(), points).tolist()
-        doubts = [abs(f / point.seconds - 1) for f, point in zip(fitted, points, strict=True)]
+        fitted = fitted_seconds(self._fitted(), points)
+        measured = np.array([point.seconds for point in points])
+        doubts: list[float] = np.abs(fitted / measured - 1).tolist()
         index_of = {point.slices: index for index, point in enumerate(points)}
         whole = [index_of[slices] for slices in self._whole_sequences()]
         for left, middle, right in zip(whole, whole[1:], whole[2:], strict=False):
@@ -272,7 +280,8 @@ class Survey:
         for repeats in self.times.values():
             each = _total(repeats[0])
             measured += len(repeats) * each
-            missing += max(0, self.effort.min_repeats - len(repeats)) * each
+            missing_repeats = max(0, self.effort.min_repeats - len(repeats))
+            missing += missing_repeats * each
         # Where other programs want the machine too, more time passes than is measured.
         missing_s = missing * passed / measured
         left = max(0.0, self._deadline - self.clock(), missing_s)
@@ -293,4 +302,11 @@ def _interpolate(left: Point, middle: Point, right: Point) -> float:
 
 def _place(point: Point) -> Floats:
     """Return where a chunk stands among others, in doublings."""
-    return np.log2([point.tokens, len(point.slices), 1 + point.context, 1 + point.continued])
+    # Context and what continues it may be 0, which has no logarithm.
+    axes = (
+        point.tokens,
+        len(point.slices),
+        1 + point.context,
+        1 + point.continued,
+    )
+    return np.log2(axes)
