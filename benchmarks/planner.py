@@ -43,7 +43,7 @@ from infinipipe.planner.split_backward import split_backwards
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.models import logits_tokens
+from infinipipe.profiles.logits import logits_tokens
 from infinipipe.reports.plan_view import step_summary
 
 QUANTILES = Path(__file__).parents[1] / "tests" / "length_quantiles.json"

@@ -6,9 +6,10 @@ import highspy
 
 
 class QuietHighs(highspy.Highs):
-    """Does not even greet: the constructor would print to stdout before an option can be set.
+    """A solver that does not even greet, and that gives the same answer on every machine.
 
-    All have one thread. A process has one pool of them, and refuses to solve with another number later.
+    The constructor would print to stdout before an option can be set. A process has one pool of
+    threads and refuses to solve with another number of them later, so all solvers have one.
     """
 
     def enableCallbacks(self) -> None:

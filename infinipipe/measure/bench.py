@@ -17,43 +17,50 @@ from infinipipe.ir import Model, Stage
 from infinipipe.measure.fit import Slices, fit_line
 from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory, Seconds
-from infinipipe.profiles.models import logits_tokens
+from infinipipe.profiles.logits import logits_tokens
 from infinipipe.profiles.profile import Curve, Line
 from infinipipe.runtime.attention.chunk_attention import KVStore, Segment, Segments, Slot
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.worker import make_optimizer
 
 _CHUNK_TOKENS = 256
+"""Of the chunk whose overhead is timed: small, as overhead is what does not grow with tokens."""
+_WARM_UP = (((0, 64),), ((64, 64),)) * 2
+"""Chunks that are run before anything is timed: without and with a context, each twice."""
 _OPTIMIZER_PARAMETERS = 2**22
-"""The optimizer is timed on as many small layers as have so many."""
+"""The optimizer is timed on as many layers of a small model as have so many."""
+_MOST_OPTIMIZER_LAYERS = 8
+"""Of a tiny model: to build more would take longer than to time them."""
 
 
 class Bench:
     """One decoder layer, with embedding and head unless it goes without `ends`.
 
-    Times of a CPU are those of this thread, which does all the work: what other programs take of the core does not
-    count.
+    Times of a CPU are those of this thread, which does all the work: what other programs take of
+    the core does not count.
 
     Raises:
         OutOfMemory: they do not fit into the device.
     """
 
     def __init__(self, model: Model, device: torch.device, *, ends: bool = True) -> None:
-        self.model, self.device = model, device
-        self.stage = self._make_stage(1, ends=ends)
-        self.layer = self.stage.layers[0]
-        self.piece = logits_tokens(model.vocabulary_size)
+        self.model = model
+        self.device = device
+        self.stage_model = self._make_stage_model(1, ends=ends)
+        self.layer = self.stage_model.layers[0]
+        self.block_tokens = logits_tokens(model.vocabulary_size)
+        """Tokens whose logits exist at a time."""
 
-    def _make_stage(self, num_layers: int, *, ends: bool) -> StageModel:
+    def _make_stage_model(self, num_layers: int, *, ends: bool) -> StageModel:
+        stage = Stage(first_layer=0, num_layers=num_layers, embedding=ends, head=ends)
         with memory_errors():
-            place = Stage(first_layer=0, num_layers=num_layers, embedding=ends, head=ends)
-            stage = StageModel(_with_layers(self.model, num_layers), place, self.device)
-            stage.init_random(0)
-            return stage
+            stage_model = StageModel(_with_layers(self.model, num_layers), stage, self.device)
+            stage_model.init_random(0)
+            return stage_model
 
     def warm_up(self) -> None:
         """Run a layer a few times, so that first calls do not count."""
-        for slices in (((0, 64),), ((64, 64),)) * 2:
+        for slices in _WARM_UP:
             self.time_layer(slices)
 
     def time_layer(self, slices: Slices) -> Seconds:
@@ -64,25 +71,25 @@ class Bench:
         """
         with memory_errors():
             hidden, rotary, gradient = self.inputs(slices)
-            forward, backward = self._forward_backward(
+            forward_s, backward_s = self._forward_backward(
                 lambda: self.run_layer(hidden, rotary, self.segments(slices)), gradient
             )
-            recomputed = self._forward_backward(
-                lambda: self.checkpoint_layer(hidden, rotary, self.segments(slices)), gradient
+            recomputed_s = self._forward_backward(
+                lambda: self.run_layer_recomputed(hidden, rotary, self.segments(slices)), gradient
             )
-            return {"forward": forward, "backward": backward, "recomputed": sum(recomputed)}
+            return {"forward": forward_s, "backward": backward_s, "recomputed": sum(recomputed_s)}
 
     def run_layer(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments
     ) -> Tensor:
-        """Run the layer's forward."""
+        """Run the layer's forward on (1, tokens, hidden size)."""
         output: Tensor = self.layer(hidden, position_embeddings=rotary, segments=segments)
         return output
 
-    def checkpoint_layer(
+    def run_layer_recomputed(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor], segments: Segments
     ) -> Tensor:
-        """Run the layer's forward without keeping its activations."""
+        """Run the layer's forward without keeping its activations, as the runtime does."""
         output: Tensor = checkpoint(
             self.layer,
             hidden,
@@ -94,7 +101,7 @@ class Bench:
         return output
 
     def end_curves(self, sizes: Sequence[int], repeats: int) -> dict[str, Curve]:
-        """Time forward and backward of embedding and head over chunk sizes, up to what fits into memory.
+        """Time forward and backward of embedding and head over chunk sizes that fit into memory.
 
         Raises:
             OutOfMemory: not even two sizes fit.
@@ -103,75 +110,89 @@ class Bench:
         for _ in range(repeats):
             for tokens in sizes:
                 try:
-                    for op, seconds in self._time_ends(tokens).items():
-                        times.setdefault(op, {}).setdefault(tokens, []).append(seconds)
+                    seconds_by_op = self._time_ends(tokens)
                 except OutOfMemory:
+                    # Nor do the larger ones fit.
                     break
-        if any(len(found) < 2 for found in times.values()) or not times:
+                for op, seconds in seconds_by_op.items():
+                    times.setdefault(op, {}).setdefault(tokens, []).append(seconds)
+        if not times or any(len(measured) < 2 for measured in times.values()):
             raise OutOfMemory
-        return {
-            op: Curve(
-                tokens=tuple(found),
-                seconds=tuple(float(np.median(values)) for values in found.values()),
-            )
-            for op, found in times.items()
-        }
+        return {op: _median_curve(measured) for op, measured in times.items()}
 
     def _time_ends(self, tokens: int) -> dict[str, float]:
         with memory_errors():
+            loss_gradient = torch.ones((), device=self.device)
             embedding = self._forward_backward(self.embedding(tokens), self.noise(tokens))
-            head = self._forward_backward(self.head(tokens), torch.ones((), device=self.device))
-        names = ("embedding_forward", "embedding_backward", "head_forward", "head_backward")
-        return dict(zip(names, (*embedding, *head), strict=True))
+            head = self._forward_backward(self.head(tokens), loss_gradient)
+        return {
+            "embedding_forward": embedding[0],
+            "embedding_backward": embedding[1],
+            "head_forward": head[0],
+            "head_backward": head[1],
+        }
 
     def embedding(self, tokens: int) -> Callable[[], Tensor]:
         """Return the embedding's forward."""
         ids = torch.randint(self.model.vocabulary_size, (1, tokens), device=self.device)
-        return lambda: self.stage.embed(ids)
+        return lambda: self.stage_model.embed(ids)
 
     def head(self, tokens: int) -> Callable[[], Tensor]:
         """Return the head's forward on the output of a layer, which nothing else holds on to."""
         targets = torch.randint(self.model.vocabulary_size, (tokens,), device=self.device)
         weights = torch.full((tokens,), 1.0 / tokens, device=self.device)
         source = self.noise(tokens).requires_grad_()
-        return lambda: self.stage.loss(source * 1.0, targets, weights, self.piece)
+        # The product makes a tensor that only the head knows, as a layer's output is.
+        return lambda: self.stage_model.loss(source * 1.0, targets, weights, self.block_tokens)
 
     def chunk_overheads(self, repeats: int) -> tuple[float, float]:
-        """Time what every chunk costs a stage besides its layers: positions, rotary tables, bookkeeping."""
-        slices, forward, backward = ((0, _CHUNK_TOKENS),), [], []
+        """Time what every chunk costs a stage besides its layers, in F and in B.
+
+        That is positions, rotary tables and bookkeeping.
+        """
+        slices = ((0, _CHUNK_TOKENS),)
+        forward_s = []
+        backward_s = []
         source = self.noise(1).requires_grad_()
         for _ in range(repeats):
             started = self._now()
-            self.segments(slices), self.rotary(slices)
+            self.segments(slices)
+            self.rotary(slices)
             edge = get_gradient_edge(source * 1.0)
             middle = self._now()
             torch.autograd.backward((edge,), (torch.ones_like(source),))
-            forward.append(middle - started)
-            backward.append(self._now() - middle)
-        return float(np.median(forward)), float(np.median(backward))
+            forward_s.append(middle - started)
+            backward_s.append(self._now() - middle)
+        return _median(forward_s), _median(backward_s)
 
     def optimizer_line(self, repeats: int) -> Line:
-        """Time the end of a step: norm, clipping, update and zeroing, for all tensors and for the first half.
+        """Time the end of a step, for all of a few layers' tensors and for the first half of them.
+
+        That is norm, clipping, update and zeroing.
 
         Raises:
             OutOfMemory: parameters and optimizer state do not fit into the device.
         """
-        num_layers = max(1, min(8, _OPTIMIZER_PARAMETERS // self.model.layer_parameters))
-        parameters = list(self._make_stage(num_layers, ends=False).global_parameters().values())
-        groups = parameters[: len(parameters) // 2], parameters
-        sizes = [sum(p.numel() for p in group) for group in groups]
+        wanted_layers = _OPTIMIZER_PARAMETERS // self.model.layer_parameters
+        num_layers = max(1, min(_MOST_OPTIMIZER_LAYERS, wanted_layers))
+        stage_model = self._make_stage_model(num_layers, ends=False)
+        parameters = list(stage_model.global_parameters().values())
+        groups = (parameters[: len(parameters) // 2], parameters)
+        sizes = [_num_elements(group) for group in groups]
         with memory_errors():
             steps = [self._optimizer_step(group) for group in groups]
             seconds = [[step() for step in steps] for _ in range(repeats)]
         return fit_line(sizes, np.median(seconds, axis=0).tolist())
 
     def _optimizer_step(self, parameters: list[nn.Parameter]) -> Callable[[], float]:
-        optimizer = make_optimizer({str(index): p for index, p in enumerate(parameters)}, lr=0.0)
+        named = {str(index): parameter for index, parameter in enumerate(parameters)}
+        optimizer = make_optimizer(named, lr=0.0)
         gradients = [p.grad for p in parameters if p.grad is not None]
 
         def step() -> float:
             started = self._now()
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+            # As a number, which waits for the device as clipping does.
             float(torch.stack(norms).square().sum())
             for gradient in gradients:
                 gradient.mul_(0.5)
@@ -185,41 +206,47 @@ class Bench:
     def inputs(self, slices: Slices) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
         """Return a chunk's layer input, its rotary tables and a gradient of its output."""
         tokens = sum(length for _, length in slices)
-        return self.noise(tokens).requires_grad_(), self.rotary(slices), self.noise(tokens)
+        hidden = self.noise(tokens).requires_grad_()
+        return hidden, self.rotary(slices), self.noise(tokens)
 
     def noise(self, tokens: int) -> Tensor:
-        """Return (1, tokens, hidden size)."""
+        """Return random numbers, shape (1, tokens, hidden size)."""
         return torch.randn(1, tokens, self.model.hidden_size, device=self.device)
 
     def rotary(self, slices: Slices) -> tuple[Tensor, Tensor]:
         """Return the rotary tables of a chunk."""
-        positions = torch.cat([torch.arange(start, start + length) for start, length in slices])[
-            None
-        ].to(self.device)
-        rotary: tuple[Tensor, Tensor] = self.stage.whole.model.rotary_emb(
-            torch.empty(0, device=self.device), positions
-        )
+        ranges = [torch.arange(start, start + length) for start, length in slices]
+        positions = torch.cat(ranges)[None]
+        positions = positions.to(self.device)
+        # The embedding takes only dtype and device from its first argument.
+        like = torch.empty(0, device=self.device)
+        decoder = self.stage_model.whole.model
+        rotary: tuple[Tensor, Tensor] = decoder.rotary_emb(like, positions)
         return rotary
 
     def segments(self, slices: Slices) -> Segments:
-        """Return a segment table; a slice with context finds its K and V written and their gradients allocated."""
-        store, table, first = KVStore(), [], 0
+        """Return a segment table.
+
+        A slice with context finds its K and V written and their gradients allocated.
+        """
+        store = KVStore()
+        table = []
+        first = 0
         for index, (start, length) in enumerate(slices):
-            table.append(
-                Segment(
-                    first=first, length=length, sequence=index, start=start, total=start + length
-                )
-            )
+            stop = start + length
+            segment = Segment(first=first, length=length, sequence=index, start=start, total=stop)
+            table.append(segment)
             first += length
-            if start:
-                assert self.write_context(store, index, start, start + length).gradients
+            if start > 0:
+                slot = self.write_context(store, index, start, stop)
+                # Reading them allocates them.
+                assert slot.gradients
         return Segments(table=tuple(table), store=store)
 
     def write_context(self, store: KVStore, sequence: int, start: int, total: int) -> Slot:
         """Make a sequence's slot and write K and V up to `start`."""
-        key = torch.randn(
-            1, self.model.num_kv_heads, start, self.model.head_dim, device=self.device
-        )
+        shape = (1, self.model.num_kv_heads, start, self.model.head_dim)
+        key = torch.randn(shape, device=self.device)
         context = Segment(first=0, length=start, sequence=sequence, start=0, total=total)
         return store.write(context, self.layer.self_attn.layer_idx, key, key)
 
@@ -240,6 +267,22 @@ class Bench:
 
 
 def _with_layers(model: Model, num_layers: int) -> Model:
-    config = json.loads(model.config) | {"num_hidden_layers": num_layers}
+    config = json.loads(model.config)
+    config["num_hidden_layers"] = num_layers
+    # One entry for each layer of the whole model; all are full attention anyway.
     config.pop("layer_types", None)
     return msgspec.structs.replace(model, num_layers=num_layers, config=json.dumps(config))
+
+
+def _median_curve(measured: dict[int, list[float]]) -> Curve:
+    """Return the curve through the medians of the seconds of each size."""
+    medians = [_median(seconds) for seconds in measured.values()]
+    return Curve(tokens=tuple(measured), seconds=tuple(medians))
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds))
+
+
+def _num_elements(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

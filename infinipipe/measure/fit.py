@@ -1,10 +1,11 @@
-"""Fits lines and the time of a layer to measurements (design, section 5), by linear programs."""
+"""Fits lines and the time of a layer to measurements, by linear programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -33,7 +34,12 @@ class Point:
     @property
     def pairs(self) -> int:
         """Attention pairs of all slices."""
-        return sum(length * start + length * (length + 1) // 2 for start, length in self.slices)
+        total = 0
+        for start, length in self.slices:
+            to_context = length * start
+            within = length * (length + 1) // 2
+            total += to_context + within
+        return total
 
     @property
     def context(self) -> int:
@@ -45,128 +51,167 @@ class Point:
         """Tokens of that slice."""
         return sum(length for start, length in self.slices if start)
 
+    @property
+    def is_whole_sequence(self) -> bool:
+        """Whether it is one sequence and nothing else."""
+        return len(self.slices) == 1 and not self.context
+
 
 def fit_layer_time(points: SequenceOf[Point]) -> LayerTime:
     """Return the curve and rates with the least sum of absolute relative errors.
 
-    The curve bends at the sizes of the points that are one whole sequence. It is non-negative and never falls, the
-    rates are non-negative, so that a noisy measurement cannot make a longer chunk cheaper. Nor does it ever rise per
-    token: packs of as many tokens as one of those sizes would else pull the curve down there alone, and a planner
-    finds such dips. Absolute errors let single outliers go.
+    The curve bends at the sizes of the points that are one whole sequence. It is non-negative and
+    never falls, the rates are non-negative, so that a noisy measurement cannot make a longer
+    chunk cheaper. Nor does it ever rise per token: packs of as many tokens as one of those sizes
+    would else pull the curve down there alone, and a planner finds such dips. Absolute errors let
+    single outliers go.
 
     Args:
         points: at least two of them whole sequences of different lengths.
     """
-    knots = sorted(
-        {point.tokens for point in points if len(point.slices) == 1 and not point.context}
-    )
-    hats = _hats(np.array([p.tokens for p in points], dtype=float), knots)
-    rates = [(p.pairs, len(p.slices), p.context > 0, p.context, p.continued) for p in points]
-    values = _least_errors(
-        np.column_stack([hats, np.array(rates, dtype=float)]),
-        np.array([p.seconds for p in points]),
+    knots = sorted({point.tokens for point in points if point.is_whole_sequence})
+    tokens = np.array([point.tokens for point in points], dtype=float)
+    rates = np.array([_rate_counts(point) for point in points], dtype=float)
+    weights = _least_errors(
+        np.column_stack([_hats(tokens, knots), rates]),
+        np.array([point.seconds for point in points]),
         np.zeros(len(points)),
         knots,
     )
     # Accumulated, as the solver keeps to its constraints but for a tolerance.
-    curve = Curve(
-        tokens=tuple(knots), seconds=tuple(np.maximum.accumulate(values[: len(knots)]).tolist())
-    )
-    pair, piece, context, context_token, continued_token = values[len(knots) :]
+    seconds = np.maximum.accumulate(weights[: len(knots)])
+    per_pair, per_slice, per_context, per_context_token, per_continued = weights[len(knots) :]
     return LayerTime(
-        curve=curve,
-        s_per_pair=pair,
-        s_per_slice=piece,
-        s_per_context=context,
-        s_per_context_token=context_token,
-        s_per_continued_token=continued_token,
+        curve=Curve(tokens=tuple(knots), seconds=tuple(seconds.tolist())),
+        s_per_pair=per_pair,
+        s_per_slice=per_slice,
+        s_per_context=per_context,
+        s_per_context_token=per_context_token,
+        s_per_continued_token=per_continued,
     )
+
+
+def _rate_counts(point: Point) -> tuple[float, ...]:
+    """Return what each rate of a `LayerTime` is multiplied by, in the order of its fields."""
+    has_context = point.context > 0
+    return point.pairs, len(point.slices), has_context, point.context, point.continued
 
 
 def fit_recompute(points: SequenceOf[Point], forward: LayerTime, backward: LayerTime) -> LayerTime:
     """Return what recompute adds to F and B: a share of F, as it runs F again, and a constant.
 
     Args:
-        points: seconds of F and B together, with recompute. Their difference to F and B without would be noisier
-            than either; and where memory is warm, F costs less the second time.
+        points: seconds of F and B together, with recompute. Their difference to F and B without
+            would be noisier than either; and where memory is warm, F costs less the second time.
         forward: fitted to F alone.
         backward: fitted to B alone.
     """
-    once = fitted_seconds(forward, points)
-    basis = np.column_stack([once, np.ones(len(points))])
-    seconds = np.array([point.seconds for point in points])
-    share, constant = _least_errors(basis, seconds, once + fitted_seconds(backward, points))
+    forward_s = fitted_seconds(forward, points)
+    known_s = forward_s + fitted_seconds(backward, points)
+    basis = np.column_stack([forward_s, np.ones(len(points))])
+    measured_s = np.array([point.seconds for point in points])
+    share, constant = _least_errors(basis, measured_s, known_s)
     scaled = scale_layer_time(forward, share)
-    return replace(
-        scaled,
-        curve=replace(scaled.curve, seconds=tuple(constant + s for s in scaled.curve.seconds)),
-    )
+    seconds = tuple(constant + each for each in scaled.curve.seconds)
+    return replace(scaled, curve=replace(scaled.curve, seconds=seconds))
 
 
 def scale_layer_time(time: LayerTime, scale: float) -> LayerTime:
     """Return times that are all `scale` times as long."""
-    rates = (
-        "s_per_pair",
-        "s_per_slice",
-        "s_per_context",
-        "s_per_context_token",
-        "s_per_continued_token",
+    return LayerTime(
+        curve=scale_curve(time.curve, scale),
+        s_per_pair=scale * time.s_per_pair,
+        s_per_slice=scale * time.s_per_slice,
+        s_per_context=scale * time.s_per_context,
+        s_per_context_token=scale * time.s_per_context_token,
+        s_per_continued_token=scale * time.s_per_continued_token,
     )
-    seconds = tuple(scale * s for s in time.curve.seconds)
-    return replace(
-        time,
-        curve=replace(time.curve, seconds=seconds),
-        **{name: scale * getattr(time, name) for name in rates},
-    )
+
+
+def scale_curve(curve: Curve, scale: float) -> Curve:
+    """Return a curve that is `scale` times as high everywhere."""
+    return replace(curve, seconds=tuple(scale * seconds for seconds in curve.seconds))
 
 
 def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> Floats:
-    """Return what a fit says of each point."""
-    loads = np.array([(p.tokens, p.pairs, len(p.slices), p.context, p.continued) for p in points]).T
-    return layer_seconds(time, *loads)
+    """Return what a fit says of each point, shape (points,)."""
+    return layer_seconds(
+        time,
+        np.array([point.tokens for point in points]),
+        np.array([point.pairs for point in points]),
+        np.array([len(point.slices) for point in points]),
+        np.array([point.context for point in points]),
+        np.array([point.continued for point in points]),
+    )
 
 
 def fit_line(sizes: SequenceOf[float], seconds: SequenceOf[float]) -> Line:
-    """Return the line with the least sum of absolute relative errors; neither part is negative."""
-    basis = np.column_stack([np.ones(len(sizes)), np.array(sizes, dtype=float)])
-    constant, rate = _least_errors(basis, np.array(seconds), np.zeros(len(sizes)))
+    """Return the line with the least sum of absolute relative errors; no part is negative."""
+    ones = np.ones(len(sizes))
+    basis = np.column_stack([ones, np.array(sizes, dtype=float)])
+    nothing_known = np.zeros(len(sizes))
+    constant, rate = _least_errors(basis, np.array(seconds), nothing_known)
     return Line(constant=constant, rate=rate)
 
 
 def _hats(x: Floats, knots: SequenceOf[int]) -> Floats:
-    """Return what each knot of a piecewise-linear curve adds at each x, as `curve_seconds` evaluates it."""
-    hats = np.column_stack([np.interp(x, knots, row) for row in np.eye(len(knots))])
-    beyond = np.maximum(0.0, x - knots[-1]) / (knots[-1] - knots[-2])
-    hats[:, -2:] += np.column_stack([-beyond, beyond])
+    """Return the hat function of each knot at each x, shape (x, knots).
+
+    A piecewise-linear curve, as `curve_seconds` evaluates it, is their sum weighted by its values
+    at the knots.
+    """
+    one_knot_up = np.eye(len(knots))
+    hats = np.column_stack([np.interp(x, knots, values) for values in one_knot_up])
+    # Beyond the last knot the last slope goes on: one value up, the other down.
+    before_last, last = knots[-2:]
+    beyond = np.maximum(0.0, x - last) / (last - before_last)
+    hats[:, -2] -= beyond
+    hats[:, -1] += beyond
     return hats
 
 
 def _least_errors(
     basis: Floats, measured: Floats, given: Floats, knots: SequenceOf[int] = ()
 ) -> list[float]:
-    """Return non-negative weights of the basis with the least sum of `|(given + basis @ weights) / measured - 1|`.
+    """Return the weights with the least sum of `|(given + basis @ weights) / measured - 1|`.
+
+    They are not negative.
 
     Args:
         basis: (measurements, weights).
         measured: (measurements,) seconds.
         given: (measurements,) seconds that are known already.
-        knots: the first weights are a curve at these sizes, which never falls, nor rises per token.
+        knots: the first weights are a curve at these sizes, which never falls, nor rises per
+            token.
     """
-    relative, target = basis / measured[:, None], 1 - given / measured
+    relative = basis / measured[:, None]
+    target = 1 - given / measured
+    # Terms of one size keep the solver's tolerances meaningful.
     largest = np.abs(relative).max(axis=0)
-    scale = np.where(
-        largest > 0, largest, 1.0
-    )  # terms of one size keep the solver's tolerances meaningful
+    units = np.where(largest > 0, largest, 1.0)
     solver = QuietHighs()  # type: ignore[no-untyped-call]
-    terms = [solver.addVariable(lb=0.0) for _ in scale]
-    for row, wanted in zip(relative / scale, target.tolist(), strict=True):
-        error = solver.addVariable(lb=0.0, obj=1.0)
-        fitted = solver.qsum(float(c) * terms[i] for i, c in enumerate(row) if c)
-        solver.addConstr(fitted - error <= wanted)
-        solver.addConstr(fitted + error >= wanted)
-    curve = [term * float(1 / unit) for term, unit in zip(terms, scale, strict=False)][: len(knots)]
-    for left, right in pairwise(range(len(knots))):
-        solver.addConstr(curve[right] >= curve[left])
-        solver.addConstr(curve[right] <= curve[left] * (knots[right] / knots[left]))
+    terms = [solver.addVariable(lb=0.0) for _ in units]
+    for row, wanted in zip(relative / units, target.tolist(), strict=True):
+        _add_error(solver, terms, row, wanted)
+    scales = (1 / units).tolist()
+    curve = [term * scale for term, scale in zip(terms, scales, strict=True)]
+    _keep_in_shape(solver, curve, knots)
     solver.minimize()
-    return [max(0.0, float(value)) for value in np.array(solver.vals(terms)) / scale]
+    weights = np.array(solver.vals(terms)) / units
+    return [max(0.0, weight) for weight in weights.tolist()]
+
+
+def _add_error(solver: QuietHighs, terms: list[Any], row: Floats, wanted: float) -> None:
+    """Add `|row @ terms - wanted|` to what is minimized: what is at least either sign of it."""
+    error = solver.addVariable(lb=0.0, obj=1.0)
+    used = np.flatnonzero(row).tolist()
+    fitted = solver.qsum(float(row[index]) * terms[index] for index in used)
+    solver.addConstr(fitted - error <= wanted)
+    solver.addConstr(fitted + error >= wanted)
+
+
+def _keep_in_shape(solver: QuietHighs, curve: list[Any], knots: SequenceOf[int]) -> None:
+    """Let a curve, the first of these terms, never fall, nor rise per token."""
+    for index, (left, right) in enumerate(pairwise(knots)):
+        solver.addConstr(curve[index + 1] >= curve[index])
+        solver.addConstr(curve[index + 1] <= curve[index] * (right / left))

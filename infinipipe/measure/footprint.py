@@ -1,9 +1,9 @@
-"""Counts the bytes of a model's parts: what a chunk keeps, and what it needs for a moment."""
+"""Counts the bytes of a model's parts: what a chunk keeps, and what is transient."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,13 @@ from infinipipe.runtime.attention.chunk_attention import KVStore
 from infinipipe.runtime.memory import CpuMemory, CudaMemory
 from infinipipe.runtime.worker import make_optimizer
 
-TOKENS = (512, 1024)
+SMALL = 512
+LARGE = 1024
+"""Tokens of the two chunks that lines go through.
+
+Large enough that the allocator's rounding does not matter, small enough for any device that can
+train.
+"""
 CONTEXTS = ((16384, 32768), (4096, 8192), (1024, 2048))
 """The first that fit are taken: so long that attention is where the layer peaks."""
 
@@ -33,6 +39,22 @@ class _Count:
     backward_peak: int
 
 
+@dataclass(frozen=True)
+class _Counts:
+    """Counts at both sizes."""
+
+    small: _Count
+    large: _Count
+
+    @property
+    def forward_peak(self) -> Line:
+        return _line(self.small.forward_peak, self.large.forward_peak)
+
+    @property
+    def backward_peak(self) -> Line:
+        return _line(self.small.backward_peak, self.large.backward_peak)
+
+
 class Footprint:
     """Counts the bytes of what a bench runs.
 
@@ -42,90 +64,108 @@ class Footprint:
     """
 
     def __init__(self, bench: Bench, memory: CpuMemory | CudaMemory) -> None:
-        self._bench, self._memory = bench, memory
+        self._bench = bench
+        self._memory = memory
 
     def count(self) -> Bytes:
         """Count at two sizes and take the lines through them.
 
         Raises:
-            OutOfMemory: a chunk of `TOKENS` does not fit into the device.
+            OutOfMemory: a chunk of `LARGE` tokens does not fit into the device.
         """
         with memory_errors():
             return self._count_all()
 
     def _count_all(self) -> Bytes:
-        bench, (small, large) = self._bench, TOKENS
-        whole = [self._layer(((0, n),)) for n in TOKENS]
-        split = [self._layer(((n, n),)) for n in TOKENS]
-        dropped = [self._layer(((start, n),), recompute=True) for n in TOKENS for start in (0, n)]
-        embedding = [self._count(bench.embedding(n), bench.noise(n)) for n in TOKENS]
-        head = [self._count(bench.head(n), torch.ones((), device=bench.device)) for n in TOKENS]
-        context, beside = self._context(small)
-        width = self._allocated(lambda: bench.noise(large)) // large
-        kv = self._allocated(lambda: self._slot(large)) // large
-        kv_grad = self._allocated(lambda: self._slot(large, gradients=True)) // large - kv
-        logits = self._logits()
-        head_peaks = [
-            h.forward_peak - min(n, bench.piece) * logits for h, n in zip(head, TOKENS, strict=True)
-        ]
+        bench = self._bench
+        whole = self._at_both(lambda tokens: self._layer(((0, tokens),)))
+        later = self._at_both(lambda tokens: self._layer(((tokens, tokens),)))
+        embedding = self._at_both(self._embedding)
+        head = self._at_both(self._head)
+        per_context, per_own = self._slice_backward(SMALL)
+        activation = self._allocated(lambda: bench.noise(LARGE)) // LARGE
+        kv = self._allocated(lambda: self._slot(LARGE)) // LARGE
+        kv_with_grad = self._allocated(lambda: self._slot(LARGE, gradients=True)) // LARGE
+        kept = (whole.large.kept - whole.small.kept) / (LARGE - SMALL)
+        logits = self._logits_per_token()
         return Bytes(
-            static_per_parameter=self._static() // sum(p.numel() for p in bench.stage.parameters()),
-            activation_per_token=width,
-            layer_full_per_token=(whole[1].kept - whole[0].kept) / (large - small) + width - kv,
+            static_per_parameter=self._static_per_parameter(),
+            activation_per_token=activation,
+            # The layer's input was there before the count began.
+            layer_full_per_token=kept + activation - kv,
             layer_kv_per_token=kv,
-            layer_kv_grad_per_token=kv_grad,
-            chunk_per_token=self._allocated(lambda: bench.rotary(((0, large),))) / large,
-            embedding_per_token=embedding[1].kept / large,
-            head_per_token=head[1].kept / large,
-            # A whole sequence and a slice need different things for a moment; take the larger.
-            layer_forward_peak=_line(
-                [max(w.forward_peak, s.forward_peak) for w, s in zip(whole, split, strict=True)]
-            ),
-            recompute_forward_peak=_line(
-                [max(c.forward_peak for c in dropped[i : i + 2]) for i in (0, 2)]
-            ),
-            layer_backward_peak=_line([count.backward_peak for count in whole]),
-            slice_backward_per_token=beside,
-            context_per_token=context,
-            embedding_backward_peak=_line([count.backward_peak for count in embedding]),
-            head_forward_peak=_line(head_peaks),
-            head_backward_peak=_line([count.backward_peak for count in head]),
+            layer_kv_grad_per_token=kv_with_grad - kv,
+            chunk_per_token=self._allocated(lambda: bench.rotary(((0, LARGE),))) / LARGE,
+            embedding_per_token=embedding.large.kept / LARGE,
+            head_per_token=head.large.kept / LARGE,
+            layer_forward_peak=_larger_forward_peak(whole, later),
+            recompute_forward_peak=self._recompute_forward_peak(),
+            layer_backward_peak=whole.backward_peak,
+            slice_backward_per_token=per_own,
+            context_per_token=per_context,
+            embedding_backward_peak=embedding.backward_peak,
+            head_forward_peak=self._head_forward_peak(head, logits),
+            head_backward_peak=head.backward_peak,
             logits_per_token=logits,
         )
 
-    def _context(self, length: int) -> tuple[float, float]:
-        """Return the bytes for a moment in a slice's B, per token of its context and per token of its own."""
+    def _at_both(self, count: Callable[[int], _Count]) -> _Counts:
+        return _Counts(count(SMALL), count(LARGE))
+
+    def _recompute_forward_peak(self) -> Line:
+        whole = self._at_both(lambda tokens: self._layer(((0, tokens),), recompute=True))
+        later = self._at_both(lambda tokens: self._layer(((tokens, tokens),), recompute=True))
+        return _larger_forward_peak(whole, later)
+
+    def _head_forward_peak(self, head: _Counts, logits: int) -> Line:
+        """Return what is transient besides the block of logits."""
+        small_block = min(SMALL, self._bench.block_tokens)
+        large_block = min(LARGE, self._bench.block_tokens)
+        return _line(
+            head.small.forward_peak - small_block * logits,
+            head.large.forward_peak - large_block * logits,
+        )
+
+    def _slice_backward(self, length: int) -> tuple[float, float]:
+        """Return what is transient in a slice's B, per token of its context and of its own."""
         for near, far in CONTEXTS:
             try:
                 with memory_errors():
-                    low, high = (
-                        self._layer(((start, length),)).backward_peak for start in (near, far)
-                    )
+                    low = self._layer(((near, length),)).backward_peak
+                    high = self._layer(((far, length),)).backward_peak
             except OutOfMemory:
                 continue
-            per_token = (high - low) / (far - near)
-            return per_token, (low - per_token * near) / length
+            per_context = (high - low) / (far - near)
+            return per_context, (low - per_context * near) / length
         raise OutOfMemory
 
     def _layer(self, slices: Slices, *, recompute: bool = False) -> _Count:
         hidden, rotary, gradient = self._bench.inputs(slices)
         segments = self._bench.segments(slices)
-        run = self._bench.checkpoint_layer if recompute else self._bench.run_layer
+        run = self._bench.run_layer_recomputed if recompute else self._bench.run_layer
         return self._count(lambda: run(hidden, rotary, segments), gradient)
+
+    def _embedding(self, tokens: int) -> _Count:
+        return self._count(self._bench.embedding(tokens), self._bench.noise(tokens))
+
+    def _head(self, tokens: int) -> _Count:
+        loss_gradient = torch.ones((), device=self._bench.device)
+        return self._count(self._bench.head(tokens), loss_gradient)
 
     def _count(self, forward: Callable[[], Tensor], gradient: Tensor) -> _Count:
         memory = self._memory
+        # Cycles of earlier counts would be freed during this one.
         gc.collect()
         before = memory.current_bytes
         memory.reset_peak()
+        # The edge alone is held, as the runtime does: the output is on its way to the next stage.
         edge = get_gradient_edge(forward())
         kept = memory.current_bytes - before
         forward_peak = memory.peak_bytes - before - kept
         memory.reset_peak()
         torch.autograd.backward((edge,), (gradient,))
-        return _Count(
-            kept=kept, forward_peak=forward_peak, backward_peak=memory.peak_bytes - before - kept
-        )
+        backward_peak = memory.peak_bytes - before - kept
+        return _Count(kept=kept, forward_peak=forward_peak, backward_peak=backward_peak)
 
     def _allocated(self, make: Callable[[], object]) -> int:
         gc.collect()
@@ -135,36 +175,42 @@ class Footprint:
         del made
         return num_bytes
 
-    def _logits(self) -> int:
-        """Return the bytes of one token's logits."""
-        tokens = min(TOKENS[0], self._bench.piece)
-        hidden, weight = (
-            self._bench.noise(tokens)[0],
-            self._bench.stage.whole.lm_head.weight.detach(),
-        )
+    def _logits_per_token(self) -> int:
+        tokens = min(SMALL, self._bench.block_tokens)
+        hidden = self._bench.noise(tokens)[0]
+        weight = self._bench.stage_model.whole.lm_head.weight.detach()
         return self._allocated(lambda: hidden @ weight.t()) // tokens
 
     def _slot(self, total: int, *, gradients: bool = False) -> KVStore:
         store = KVStore()
         slot = self._bench.write_context(store, 0, 1, total)
         if gradients:
+            # Reading them allocates them.
             assert slot.gradients
         return store
 
-    def _static(self) -> int:
-        parameters = self._bench.stage.global_parameters()
+    def _static_per_parameter(self) -> int:
+        """Return the bytes of a parameter, its gradient and its optimizer state."""
+        parameters = self._bench.stage_model.global_parameters()
         optimizer = make_optimizer(parameters, lr=0.0)
-        state = [t for p in parameters.values() for t in optimizer.state[p].values() if t.ndim]
-        tensors = [
-            *parameters.values(),
-            *(p.grad for p in parameters.values() if p.grad is not None),
-            *state,
-        ]
-        return sum(t.untyped_storage().nbytes() for t in tensors)
+        num_bytes = 0
+        for parameter in parameters.values():
+            tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
+            # The count of steps is a tensor too, one for each parameter, and no part of its size.
+            sized = [tensor for tensor in tensors if tensor is not None and tensor.ndim > 0]
+            num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in sized)
+        return num_bytes // sum(parameter.numel() for parameter in parameters.values())
 
 
-def _line(values: Sequence[float]) -> Line:
-    """Return the line through measurements at `TOKENS`, with no negative part."""
-    (small, large), (low, high) = TOKENS, values
-    rate = max(0.0, (high - low) / (large - small))
-    return Line(constant=max(0.0, high - rate * large), rate=rate)
+def _larger_forward_peak(whole: _Counts, later: _Counts) -> Line:
+    """A whole sequence and a later slice have different transients; take the larger."""
+    return _line(
+        max(whole.small.forward_peak, later.small.forward_peak),
+        max(whole.large.forward_peak, later.large.forward_peak),
+    )
+
+
+def _line(small: int, large: int) -> Line:
+    """Return the line through what `SMALL` and `LARGE` tokens need, with no negative part."""
+    rate = max(0.0, (large - small) / (LARGE - SMALL))
+    return Line(constant=max(0.0, large - rate * LARGE), rate=rate)

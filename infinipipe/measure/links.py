@@ -1,4 +1,4 @@
-"""Measures what moving bytes between a machine's devices takes, with the runtime's transport; see `crew`."""
+"""Measures what moving bytes between a machine's devices takes, as the runtime moves them."""
 
 from __future__ import annotations
 
@@ -17,57 +17,89 @@ from infinipipe.profiles.profile import Line
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.transport import Channel, DistributedTransport
 
+_ELEMENT_BYTES = 4
+"""Of float32."""
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**21)
-"""Elements of float32."""
+"""Elements: from where the constant decides, 4 KiB, to where the rate does, 8 MiB."""
 REPEATS = 9
+"""Odd, so that the median is one of them; enough that a few slow ones do not matter."""
+
+_NO_SECONDS = Line(constant=0.0, rate=0.0)
 
 
-class Links(msgspec.Struct, frozen=True):
+class Links(msgspec.Struct, frozen=True, kw_only=True):
     """What transfers take: a constant, and a rate per byte."""
 
     transfer_s: Line
     all_to_all_s: Line
+    all_reduce_s: Line
     num_ranks: int
 
 
-def measure_links(rank: int, device: str, num_ranks: int, store: Path) -> Links:
-    """Measure one transfer between two ranks of this machine, and an exchange among all of them.
+NO_LINKS = Links(
+    transfer_s=_NO_SECONDS, all_to_all_s=_NO_SECONDS, all_reduce_s=_NO_SECONDS, num_ranks=1
+)
+"""Of a machine with one device: there is nobody to exchange with."""
+
+
+def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> Links:
+    """Measure a transfer between two ranks of this machine, and exchanges among all of them.
+
+    Only ranks 0 and 1 return the transfer.
 
     Args:
         rank: this process; every rank calls this.
-        device: `cpu` or `cuda`.
+        device_type: `cpu` or `cuda`.
         num_ranks: at least 2.
         store: a file that is not there yet, where the ranks meet.
     """
     worker_environment(rank)
-    place = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
-    if device == "cuda":
-        torch.cuda.set_device(place)
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(
-        backend, store=FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
-    )
+    device = _connect(rank, device_type, num_ranks, store)
     channels = dist.new_group(), dist.new_group()
-    sizes = [4.0 * size for size in SIZES]
-    exchange = fit_line(sizes, [_all_to_all(size, num_ranks, place) for size in SIZES])
-    transfer = Line(constant=0.0, rate=0.0)
+    all_to_all_s = _fit(lambda size: _all_to_all_seconds(size, num_ranks, device))
+    all_reduce_s = _fit(lambda size: _all_reduce_seconds(size, device))
+    transfer_s = _NO_SECONDS
     if rank < 2:
-        transport = DistributedTransport(channels, rank, place)
-        transfer = fit_line(sizes, [_ping_pong(size, transport, rank, place) for size in SIZES])
+        transport = DistributedTransport(channels, rank, device)
+        transfer_s = _fit(lambda size: _one_way_seconds(size, transport, rank, device))
     dist.barrier()
     dist.destroy_process_group()
-    return Links(transfer_s=transfer, all_to_all_s=exchange, num_ranks=num_ranks)
-
-
-def _ping_pong(size: int, transport: DistributedTransport, rank: int, place: torch.device) -> float:
-    """Return the seconds of one way."""
-    incoming, outgoing = (
-        (Channel.UPSTREAM, Channel.DOWNSTREAM)
-        if rank == 0
-        else (Channel.DOWNSTREAM, Channel.UPSTREAM)
+    return Links(
+        transfer_s=transfer_s,
+        all_to_all_s=all_to_all_s,
+        all_reduce_s=all_reduce_s,
+        num_ranks=num_ranks,
     )
+
+
+def _connect(rank: int, device_type: str, num_ranks: int, store: Path) -> torch.device:
+    """Join the other ranks and return this one's device."""
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=FileStore(str(store), num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+    )
+    return device
+
+
+def _fit(seconds: Callable[[int], float]) -> Line:
+    """Return the line through the seconds of each of `SIZES`, per byte."""
+    sizes = [float(_ELEMENT_BYTES * size) for size in SIZES]
+    return fit_line(sizes, [seconds(size) for size in SIZES])
+
+
+def _one_way_seconds(
+    size: int, transport: DistributedTransport, rank: int, device: torch.device
+) -> float:
+    """Return the seconds of one way, by half of there and back: clocks of two ranks may differ."""
+    incoming = Channel.UPSTREAM if rank == 0 else Channel.DOWNSTREAM
+    outgoing = Channel.DOWNSTREAM if rank == 0 else Channel.UPSTREAM
     transport.begin(incoming, [(size,)] * REPEATS)
-    payload = torch.zeros(size, device=place)
+    payload = torch.zeros(size, device=device)
 
     def there_and_back() -> None:
         if rank == 0:
@@ -76,23 +108,30 @@ def _ping_pong(size: int, transport: DistributedTransport, rank: int, place: tor
         if rank == 1:
             transport.send(outgoing, payload)
 
-    seconds = _median_seconds(there_and_back, place) / 2
+    seconds = _median_seconds(there_and_back, device) / 2
     transport.finish()
     return seconds
 
 
-def _all_to_all(size: int, num_ranks: int, place: torch.device) -> float:
-    payload = torch.zeros(size // num_ranks * num_ranks, device=place)
+def _all_to_all_seconds(size: int, num_ranks: int, device: torch.device) -> float:
+    divisible = size // num_ranks * num_ranks
+    payload = torch.zeros(divisible, device=device)
     received = torch.empty_like(payload)
-    return _median_seconds(lambda: dist.all_to_all_single(received, payload), place)
+    return _median_seconds(lambda: dist.all_to_all_single(received, payload), device)
 
 
-def _median_seconds(run: Callable[[], object], place: torch.device) -> float:
+def _all_reduce_seconds(size: int, device: torch.device) -> float:
+    # Of zeros, so that adding up again and again never overflows.
+    buffer = torch.zeros(size, device=device)
+    return _median_seconds(lambda: dist.all_reduce(buffer), device)
+
+
+def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         run()
-        if place.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times)

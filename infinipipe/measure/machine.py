@@ -19,46 +19,64 @@ from infinipipe.measure.survey import OutOfMemory
 from infinipipe.profiles.profile import Device
 
 HOST_SHARE = 0.8
-"""Of a machine's memory, what training may use; a CPU device has an equal part of it per core."""
+"""Of a device's memory, what training may use; a core has an equal part of its machine's.
+
+The rest is for the system, the interpreter and the allocator's gaps.
+"""
+
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Where a container reads its own limits, of cgroup version 2."""
+_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc")
+"""Words of the RuntimeErrors by which torch says so on a CPU."""
 
 
-def choose_device(device: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`.
 
     Raises:
         InputError: there is none.
     """
     available = torch.cuda.is_available()
-    if device == "cuda" and not available:
+    if name == "cuda" and not available:
         raise InputError(
-            "no CUDA device is available here; use --device cpu, or --analytic DEVICE for one that is elsewhere"
+            "no CUDA device is available here; use --device cpu, or --analytic DEVICE for one "
+            "that is elsewhere"
         )
-    return torch.device("cuda" if available and device != "cpu" else "cpu")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
 def describe_device(device: torch.device) -> Device:
     """Return what a profile says of the device."""
-    num_devices = count_devices(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        memory = int(HOST_SHARE * properties.total_memory)
-        capability = f"sm_{properties.major}{properties.minor}"
-        return Device(
-            name=properties.name,
-            kind="cuda",
-            memory_bytes=memory,
-            num_devices=num_devices,
-            capability=capability,
-        )
-    memory = int(HOST_SHARE * _host_memory() / num_devices)
-    capability = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        return _describe_gpu(device)
+    num_cores = count_devices(device)
     return Device(
         name=_cpu_name(),
         kind="cpu",
-        memory_bytes=memory,
-        num_devices=num_devices,
-        capability=capability,
+        memory_bytes=int(HOST_SHARE * _host_memory() / num_cores),
+        num_devices=num_cores,
+        capability=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     )
+
+
+def _describe_gpu(device: torch.device) -> Device:
+    properties = torch.cuda.get_device_properties(device)
+    return Device(
+        name=properties.name,
+        kind="cuda",
+        memory_bytes=int(HOST_SHARE * properties.total_memory),
+        num_devices=count_devices(device),
+        capability=f"sm_{properties.major}{properties.minor}",
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        found = re.search(r"^model name.*?:(.*)$", info.read_text(), re.MULTILINE)
+        if found is not None:
+            return found[1].strip()
+    return platform.machine()
 
 
 def describe_software(device: torch.device) -> dict[str, str]:
@@ -70,34 +88,36 @@ def describe_software(device: torch.device) -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": numpy.__version__,
     }
-    return versions | {"cuda": str(torch.version.cuda)} if device.type == "cuda" else versions
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+    return versions
 
 
 def count_devices(device: torch.device) -> int:
-    """Return how many devices of this kind the machine has."""
-    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+    """Return how many devices of this kind the machine has; those of a CPU are its cores."""
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0))
 
 
 @contextmanager
 def limit_memory(device: torch.device) -> Iterator[None]:
-    """Let a CPU's allocations fail where memory ends: Linux grants more and then kills the process that uses it."""
+    """Let a CPU's allocations fail where memory ends.
+
+    Linux grants more, and then kills the process that uses it.
+    """
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limits = [_kibibytes(status, "VmSize") + int(HOST_SHARE * _free_memory()), soft, hard]
-    resource.setrlimit(
-        resource.RLIMIT_AS, (min(n for n in limits if n != resource.RLIM_INFINITY), hard)
-    )
+    wanted = _read_kibibytes(status, "VmSize") + int(HOST_SHARE * _free_memory())
+    limits = [limit for limit in (wanted, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-_CONTAINER = Path("/sys/fs/cgroup")
-_OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "bad_alloc")
 
 
 @contextmanager
@@ -128,41 +148,34 @@ def _host_memory() -> int:
 
 def _free_memory() -> int:
     """Return the bytes that nobody uses of what `_host_memory` says."""
-    free = _kibibytes(Path("/proc/meminfo"), "MemAvailable")
-    limit, used = _container_bytes("memory.max"), _container_bytes("memory.current")
+    free = _read_kibibytes(Path("/proc/meminfo"), "MemAvailable")
+    limit = _container_bytes("memory.max")
+    used = _container_bytes("memory.current")
     if limit is None or used is None:
         return free
     # What files left in the cache goes when it is needed.
-    stat = _CONTAINER / "memory.stat"
-    cached = re.findall(
-        r"^(?:in)?active_file (\d+)$", stat.read_text() if stat.exists() else "", re.MULTILINE
-    )
-    return max(0, min(free, limit - used + sum(map(int, cached))))
+    unused = limit - used + _container_cache_bytes()
+    return max(0, min(free, unused))
 
 
 def _container_bytes(name: str) -> int | None:
     """Return a figure of the container, None if there is none."""
     path = _CONTAINER / name
     text = path.read_text().strip() if path.exists() else ""
+    # "max" where nothing is limited.
     return int(text) if text.isdigit() else None
 
 
-def _kibibytes(path: Path, name: str) -> int:
+def _container_cache_bytes() -> int:
+    path = _CONTAINER / "memory.stat"
+    if not path.exists():
+        return 0
+    found = re.findall(r"^(?:in)?active_file (\d+)$", path.read_text(), re.MULTILINE)
+    return sum(map(int, found))
+
+
+def _read_kibibytes(path: Path, name: str) -> int:
     """Return the bytes of a line such as `VmSize: 1024 kB`."""
     found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
     assert found is not None, f"{path} has no {name}"
     return 1024 * int(found[1])
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":", 1)[1].strip()
-            for line in info.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.machine()

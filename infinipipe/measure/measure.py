@@ -16,7 +16,7 @@ from infinipipe import __version__
 from infinipipe.aliases import Progress
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
-from infinipipe.measure.background_load import start_crew
+from infinipipe.measure.background_load import start_background_load
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.footprint import Footprint
 from infinipipe.measure.links import Links
@@ -29,13 +29,29 @@ from infinipipe.measure.machine import (
 )
 from infinipipe.measure.samples import fit_survey, make_samples, measure_accuracy
 from infinipipe.measure.survey import FULL, QUICK, Effort, OutOfMemory, Survey
-from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION, Bytes, Curve, Line, Profile, Times
+from infinipipe.profiles.profile import (
+    PROFILE_FORMAT_VERSION,
+    Bytes,
+    Curve,
+    Line,
+    Profile,
+    Times,
+)
 from infinipipe.runtime.memory import track_memory
 
 _MOST_RANKS = 8
-_START_S, _ENDS_S, _BYTES_S, _LINKS_S = 5.0, 0.5, 0.5, 1.0
-"""What the parts besides a layer's times take about, for the progress."""
-_END_REPEATS, _OVERHEAD_REPEATS, _OPTIMIZER_REPEATS = 5, 51, 15
+"""As many as a server has GPUs. Of a CPU's cores more would only take longer to start."""
+
+# What the parts besides a layer's times take about, for the progress.
+_START_S = 5.0
+_ENDS_S = 0.5
+_BYTES_S = 0.5
+_LINKS_S = 1.0
+
+# The median of an odd number is one of them. The shorter what is timed, the more repeats.
+_END_REPEATS = 5
+_OPTIMIZER_REPEATS = 15
+_OVERHEAD_REPEATS = 51
 
 
 @dataclass(frozen=True)
@@ -45,7 +61,7 @@ class _Parts:
     ends: dict[str, Curve]
     chunk_s: tuple[float, float]
     optimizer_s: Line
-    sizes: Bytes
+    bytes: Bytes
 
 
 def measure_profile(model: Model, *, device: str, quick: bool, progress: Progress) -> Profile:
@@ -59,40 +75,48 @@ def measure_profile(model: Model, *, device: str, quick: bool, progress: Progres
 
     Raises:
         InputError: there is no such device, or a layer does not fit into its memory.
+        RunError: a process that works beside the measurement has failed.
     """
-    place = choose_device(device)
-    if place.type == "cpu":
-        torch.set_num_threads(1)  # a CPU device is one core
+    chosen = choose_device(device)
+    if chosen.type == "cpu":
+        # A CPU device is one core.
+        torch.set_num_threads(1)
     effort = QUICK if quick else FULL
     clock = _Clock(progress, effort)
-    num_ranks = min(count_devices(place), _MOST_RANKS)
-    with start_crew(model, place.type, num_ranks) as crew:
-        crew.wait_until_busy()
+    num_ranks = min(count_devices(chosen), _MOST_RANKS)
+    with start_background_load(model, chosen.type, num_ranks) as background_load:
+        background_load.wait_until_busy()
         try:
-            with limit_memory(place):
-                survey, parts = _measure(model, place, effort, clock)
+            with limit_memory(chosen):
+                survey, parts = _measure(model, chosen, effort, clock)
         except OutOfMemory:
             raise InputError(
-                f"{model.name}: a layer with embedding, head and a chunk of 1,024 tokens does not fit into the memory "
-                "of this device; profile on a larger one, or give --analytic DEVICE"
+                f"{model.name}: a layer with embedding, head and a chunk of 1,024 tokens does not "
+                "fit into the memory of this device; profile on a larger one, or give "
+                "--analytic DEVICE"
             ) from None
-        if place.type == "cuda":
-            torch.cuda.empty_cache()  # another process measures with this device now
-        links = crew.measure_links()
+        if chosen.type == "cuda":
+            # Another process measures links with this device now.
+            torch.cuda.empty_cache()
+        links = background_load.measure_links()
         clock.done(_LINKS_S)
-    return _assemble(model, place, survey, parts, links)
+    return _assemble(model, chosen, survey, parts, links)
 
 
 class _Clock:
     """Turns what is done into per cent of the time."""
 
     def __init__(self, progress: Progress, effort: Effort) -> None:
-        self._progress, self._passed_s, self._shown = progress, 0.0, 0
+        self._progress = progress
         self._total_s = _START_S + effort.seconds + _ENDS_S + _BYTES_S + _LINKS_S
+        self._passed_s = 0.0
+        self._shown = 0
 
     def show(self, seconds: float) -> None:
         """Show that so many seconds of the part that runs have passed."""
-        self._shown = max(self._shown, round(100 * (self._passed_s + seconds) / self._total_s))
+        percent = round(100 * (self._passed_s + seconds) / self._total_s)
+        # A survey may correct its share downwards; what is shown never falls.
+        self._shown = max(self._shown, percent)
         self._progress(self._shown, 100)
 
     def done(self, seconds: float) -> None:
@@ -110,10 +134,10 @@ def measure_bytes(model: Model, device: torch.device) -> Bytes:
 
 
 def _measure(
-    model: Model, place: torch.device, effort: Effort, clock: _Clock
+    model: Model, device: torch.device, effort: Effort, clock: _Clock
 ) -> tuple[Survey, _Parts]:
-    bench = Bench(model, place)
-    with track_memory(place, ()) as memory:
+    bench = Bench(model, device)
+    with track_memory(device, ()) as memory:
         bench.warm_up()
         clock.done(_START_S)
         survey = Survey(
@@ -128,31 +152,33 @@ def _measure(
         chunk_s = bench.chunk_overheads(_OVERHEAD_REPEATS)
         optimizer_s = bench.optimizer_line(_OPTIMIZER_REPEATS)
         clock.done(_ENDS_S)
-        sizes = Footprint(bench, memory).count()
+        num_bytes = Footprint(bench, memory).count()
         clock.done(_BYTES_S)
-        return survey, _Parts(ends, chunk_s, optimizer_s, sizes)
+    return survey, _Parts(ends, chunk_s, optimizer_s, num_bytes)
 
 
 def _assemble(
-    model: Model, place: torch.device, survey: Survey, parts: _Parts, links: Links
+    model: Model, device: torch.device, survey: Survey, parts: _Parts, links: Links
 ) -> Profile:
     layer = fit_survey(survey)
     samples = make_samples(survey, layer)
+    forward, backward, recompute = layer
+    chunk_forward_s, chunk_backward_s = parts.chunk_s
     return Profile(
         format_version=PROFILE_FORMAT_VERSION,
         infinipipe_version=__version__,
         source="measured",
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        software=describe_software(place),
-        device=describe_device(place),
+        software=describe_software(device),
+        device=describe_device(device),
         model=model,
         dtype="float32",
         times=Times(
-            layer_forward=layer[0],
-            layer_backward=layer[1],
-            layer_recompute=layer[2],
-            chunk_forward_s=parts.chunk_s[0],
-            chunk_backward_s=parts.chunk_s[1],
+            layer_forward=forward,
+            layer_backward=backward,
+            layer_recompute=recompute,
+            chunk_forward_s=chunk_forward_s,
+            chunk_backward_s=chunk_backward_s,
             embedding_forward=parts.ends["embedding_forward"],
             embedding_backward=parts.ends["embedding_backward"],
             head_forward=parts.ends["head_forward"],
@@ -161,8 +187,9 @@ def _assemble(
             transfer_s=links.transfer_s,
             all_to_all_s=links.all_to_all_s,
             all_to_all_ranks=links.num_ranks,
+            all_reduce_s=links.all_reduce_s,
         ),
-        bytes=parts.sizes,
+        bytes=parts.bytes,
         samples=samples,
         accuracy=measure_accuracy(samples),
         refinements=(),

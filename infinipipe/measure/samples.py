@@ -14,11 +14,10 @@ from infinipipe.profiles.profile import SAMPLE_OPS, Accuracy, LayerTime, Sample,
 
 def fit_survey(survey: Survey) -> tuple[LayerTime, LayerTime, LayerTime]:
     """Return the times of forward, backward and of what recompute adds to both."""
-    forward, backward = (
-        fit_layer_time(_points(survey, "forward")),
-        fit_layer_time(_points(survey, "backward")),
-    )
-    return forward, backward, fit_recompute(_points(survey, "recomputed"), forward, backward)
+    forward = fit_layer_time(_points(survey, "forward"))
+    backward = fit_layer_time(_points(survey, "backward"))
+    recompute = fit_recompute(_points(survey, "recomputed"), forward, backward)
+    return forward, backward, recompute
 
 
 def make_samples(
@@ -26,26 +25,25 @@ def make_samples(
 ) -> tuple[Sample, ...]:
     """Return every measurement next to what the fit says."""
     points = [Point(slices, 0.0) for slices in survey.times]
-    parts = [fitted_seconds(time, points) for time in times]
+    forward, backward, recompute = (fitted_seconds(time, points) for time in times)
     fitted: dict[SampleOp, Floats] = {
-        "forward": parts[0],
-        "backward": parts[1],
-        "recomputed": np.sum(parts, axis=0),
+        "forward": forward,
+        "backward": backward,
+        "recomputed": forward + backward + recompute,
     }
-    return tuple(
-        _sample(survey, op, point, float(fitted[op][index]))
-        for op in SAMPLE_OPS
-        for index, point in enumerate(points)
-    )
+    samples = []
+    for op in SAMPLE_OPS:
+        for point, fitted_s in zip(points, fitted[op].tolist(), strict=True):
+            samples.append(_sample(survey, op, point, fitted_s))
+    return tuple(samples)
 
 
 def measure_accuracy(samples: Iterable[Sample]) -> tuple[Accuracy, ...]:
     """Return the errors of each op, on the samples of the fit and on those held out."""
     errors: dict[tuple[SampleOp, bool], list[float]] = {}
     for sample in samples:
-        errors.setdefault((sample.op, sample.held_out), []).append(
-            abs(sample.fitted_s / sample.seconds - 1)
-        )
+        error = abs(sample.fitted_s / sample.seconds - 1)
+        errors.setdefault((sample.op, sample.held_out), []).append(error)
     return tuple(_accuracy(*kind, np.array(values)) for kind, values in errors.items())
 
 
@@ -62,11 +60,8 @@ def _accuracy(op: SampleOp, held_out: bool, errors: Floats) -> Accuracy:
 
 
 def _points(survey: Survey, op: SampleOp) -> list[Point]:
-    return [
-        Point(slices, survey.median(slices, op))
-        for slices in survey.times
-        if slices not in survey.held_out
-    ]
+    fitted = [slices for slices in survey.times if slices not in survey.held_out]
+    return [Point(slices, survey.median(slices, op)) for slices in fitted]
 
 
 def _sample(survey: Survey, op: SampleOp, point: Point, fitted_s: float) -> Sample:

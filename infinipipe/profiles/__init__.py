@@ -1,6 +1,8 @@
 """Profiles: what a model costs on a device, in seconds and in bytes."""
 
-from infinipipe.profiles.models import ARCHITECTURES, PRESETS, logits_tokens, read_model
+from infinipipe.profiles.logits import logits_tokens
+from infinipipe.profiles.models import ARCHITECTURES, read_model
+from infinipipe.profiles.presets import PRESETS
 from infinipipe.profiles.profile import (
     Bytes,
     Curve,
@@ -27,8 +29,8 @@ __all__ = [
     "Profile",
     "Sample",
     "Times",
-    "pack_profile",
     "logits_tokens",
+    "pack_profile",
     "profile_sha256",
     "read_model",
     "read_profile",

@@ -1,4 +1,4 @@
-"""Model shapes: the presets, and Hugging Face configs read without transformers or torch."""
+"""Model shapes, read from Hugging Face configs without transformers or torch."""
 
 from __future__ import annotations
 
@@ -10,56 +10,14 @@ import msgspec
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
+from infinipipe.profiles.presets import PRESETS
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""Every layer of these is dense softmax attention and an MLP, which is what the runtime can segment."""
+"""Every layer of these is dense softmax attention and an MLP: what the runtime can segment."""
 
-
-def _llama(
-    layers: int, hidden: int, heads: int, intermediate: int, vocabulary: int = 32000, **more: Any
-) -> dict[str, Any]:
-    config = {
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 2**20,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-    }
-    return config | more
-
-
-def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> dict[str, Any]:
-    return _llama(layers, hidden, heads, intermediate, 151936) | {
-        "model_type": "qwen3",
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-    }
-
-
-# Shapes as published by Touvron et al. 2023 (LLaMA 7B to 65B, here 70B with 8 K/V heads as in Llama 2),
-# Meta (Llama 3) and Qwen (Qwen3). `tiny` is ours: small enough to train on a laptop's CPU, its vocabulary is bytes.
-PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": _llama(8, 128, 4, 256, 256, num_key_value_heads=2),
-    "llama-7b": _llama(32, 4096, 32, 11008),
-    "llama-13b": _llama(40, 5120, 40, 13824),
-    "llama-30b": _llama(60, 6656, 52, 17920),
-    "llama-70b": _llama(80, 8192, 64, 28672, num_key_value_heads=8),
-    "llama3-8b": _llama(32, 4096, 32, 14336, 128256, num_key_value_heads=8, rope_theta=500000.0),
-    "llama3-70b": _llama(80, 8192, 64, 28672, 128256, num_key_value_heads=8, rope_theta=500000.0),
-    "qwen3-8b": _qwen3(36, 4096, 32, 12288),
-    "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-}
+_ORIGIN_KEYS = ("_name_or_path", "transformers_version")
+"""They say where a config came from: equal models must have equal configs."""
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def read_model(name: str) -> Model:
@@ -71,66 +29,51 @@ def read_model(name: str) -> Model:
     if name in PRESETS:
         return model_from_config(name, PRESETS[name])
     path = Path(name)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
+    config = _read_config(name, path)
+    folder = path.parent.resolve()
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return model_from_config(name, config, str(folder) if has_tokenizer else "bytes")
+
+
+def _read_config(name: str, path: Path) -> dict[str, Any]:
     try:
         config = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
+        presets = ", ".join(PRESETS)
         raise InputError(
-            f"{name}: no such model: give a preset ({', '.join(PRESETS)}), a model directory or a config.json"
+            f"{name}: no such model: give a preset ({presets}), a model directory or a config.json"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: not a Hugging Face config: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: not a Hugging Face config: a JSON object is expected")
-    folder = path.parent.resolve()
-    return model_from_config(
-        name, config, str(folder) if (folder / "tokenizer.json").is_file() else "bytes"
-    )
+    return config
 
 
 def model_from_config(name: str, config: dict[str, Any], tokenizer: str = "bytes") -> Model:
     """Read the shape out of a Hugging Face config; see `read_model`."""
-    config = {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version")}
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise InputError(
-            f"{name}: architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
+    config = {key: value for key, value in config.items() if key not in _ORIGIN_KEYS}
+    _check_architecture(name, config.get("model_type"))
     read = _Reader(name, config)
     _refuse_unsegmentable(read)
-    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
-    # What may be left out or null is written down, so that nobody else's default can differ.
-    config["num_key_value_heads"] = kv_heads = read.size(
-        "num_key_value_heads", _default_kv_heads(kind, config, heads)
-    )
-    config["head_dim"] = head_dim = read.size(
-        "head_dim", 128 if kind == "qwen3" else hidden // heads
-    )
-    config["tie_word_embeddings"] = read.flag("tie_word_embeddings")
-    if heads % kv_heads:
-        raise InputError(
-            f"{name}: {heads} attention heads cannot share {kv_heads} K/V heads evenly"
-        )
-    if head_dim % 2:
-        raise InputError(
-            f"{name}: head_dim {head_dim} is odd, which rotary embeddings do not allow"
-        )
+    _write_defaults(read)
+    _check_heads(read)
     return Model(
         name=name,
         config=json.dumps(config, sort_keys=True, separators=(",", ":"), allow_nan=False),
         tokenizer=tokenizer,
-        architecture=kind,
+        architecture=config["model_type"],
         num_layers=read.size("num_hidden_layers"),
-        hidden_size=hidden,
+        hidden_size=read.size("hidden_size"),
         intermediate_size=read.size("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_heads=read.size("num_attention_heads"),
+        num_kv_heads=read.size("num_key_value_heads"),
+        head_dim=read.size("head_dim"),
         vocabulary_size=read.size("vocab_size"),
-        tied=config["tie_word_embeddings"],
-        layer_parameters=_layer_parameters(
-            kind, read, hidden, heads * head_dim, kv_heads * head_dim, head_dim
-        ),
+        tied=read.flag("tie_word_embeddings"),
+        layer_parameters=_layer_parameters(read),
     )
 
 
@@ -138,11 +81,19 @@ class _Reader:
     """Reads fields of a config, refusing those of a wrong type."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
-        self.name, self.config = name, config
+        self.name = name
+        self.config = config
+
+    @property
+    def architecture(self) -> str:
+        return str(self.config["model_type"])
 
     def size(self, key: str, default: int | None = None) -> int:
+        """Return a size; one that is missing or null is the default."""
         value = self.config.get(key)
-        value = default if value is None else value
+        if value is None:
+            value = default
+        # Booleans are integers to Python. Plans hold sizes in signed 32 bits.
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise InputError(
                 f"{self.name}: {key} in the config must be a positive integer, not {value!r}"
@@ -150,6 +101,7 @@ class _Reader:
         return value
 
     def flag(self, key: str) -> bool:
+        """Return a flag; one that is missing or null is false."""
         value = self.config.get(key)
         if not isinstance(value, bool | None):
             raise InputError(
@@ -158,64 +110,116 @@ class _Reader:
         return bool(value)
 
 
-def _default_kv_heads(kind: str, config: dict[str, Any], heads: int) -> int:
-    """Return what transformers takes for a missing `num_key_value_heads`; null means as many as heads everywhere."""
-    if "num_key_value_heads" in config or kind == "llama":
+def _check_architecture(name: str, architecture: object) -> None:
+    if architecture not in ARCHITECTURES:
+        raise InputError(
+            f"{name}: architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _write_defaults(read: _Reader) -> None:
+    """Write down what may be left out or null, so that nobody else's default can differ."""
+    hidden = read.size("hidden_size")
+    heads = read.size("num_attention_heads")
+    kv_heads = read.size("num_key_value_heads", _default_kv_heads(read, heads))
+    head_dim = read.size("head_dim", 128 if read.architecture == "qwen3" else hidden // heads)
+    read.config["num_key_value_heads"] = kv_heads
+    read.config["head_dim"] = head_dim
+    read.config["tie_word_embeddings"] = read.flag("tie_word_embeddings")
+
+
+def _default_kv_heads(read: _Reader, heads: int) -> int:
+    """Return what transformers takes where `num_key_value_heads` is missing.
+
+    Null means as many as heads everywhere.
+    """
+    if "num_key_value_heads" in read.config or read.architecture == "llama":
         return heads
-    return 8 if kind == "mistral" else 32
+    return 8 if read.architecture == "mistral" else 32
 
 
-def _layer_parameters(
-    kind: str, read: _Reader, hidden: int, query: int, kv: int, head_dim: int
-) -> int:
+def _check_heads(read: _Reader) -> None:
+    heads = read.size("num_attention_heads")
+    kv_heads = read.size("num_key_value_heads")
+    head_dim = read.size("head_dim")
+    if heads % kv_heads:
+        raise InputError(
+            f"{read.name}: {heads} attention heads cannot share {kv_heads} K/V heads evenly"
+        )
+    if head_dim % 2:
+        raise InputError(
+            f"{read.name}: head_dim {head_dim} is odd, which rotary embeddings do not allow"
+        )
+
+
+def _layer_parameters(read: _Reader) -> int:
+    hidden = read.size("hidden_size")
     inner = read.size("intermediate_size")
-    attention = 2 * hidden * query + 2 * hidden * kv
-    if kind == "qwen2":
-        attention += query + 2 * kv
-    elif kind != "mistral" and read.flag("attention_bias"):
-        attention += query + 2 * kv + hidden
-    norms = 2 * hidden + (2 * head_dim if kind == "qwen3" else 0)
-    mlp = 3 * hidden * inner + (
-        2 * inner + hidden if kind == "llama" and read.flag("mlp_bias") else 0
-    )
-    return attention + mlp + norms
+    head_dim = read.size("head_dim")
+    query = read.size("num_attention_heads") * head_dim
+    kv = read.size("num_key_value_heads") * head_dim
+    attention = 2 * hidden * query + 2 * hidden * kv + _attention_biases(read, hidden, query, kv)
+    norms = 2 * hidden
+    if read.architecture == "qwen3":
+        # It norms each head of Q and of K besides.
+        norms += 2 * head_dim
+    mlp = 3 * hidden * inner
+    if read.architecture == "llama" and read.flag("mlp_bias"):
+        mlp += 2 * inner + hidden
+    return attention + norms + mlp
+
+
+def _attention_biases(read: _Reader, hidden: int, query: int, kv: int) -> int:
+    """Return the biases of Q, K and V, and of the output where there is one."""
+    if read.architecture == "qwen2":
+        return query + 2 * kv
+    if read.architecture != "mistral" and read.flag("attention_bias"):
+        return query + 2 * kv + hidden
+    return 0
 
 
 def _refuse_unsegmentable(read: _Reader) -> None:
-    """Refuse what would be computed wrongly for a slice or a packed neighbour, or cannot be trained."""
-    name, config = read.name, read.config
+    """Refuse what would be computed wrongly for a slice or a packed neighbour, or not trained."""
     if _has_window(read):
         raise InputError(
-            f"{name}: sliding-window attention is not supported; set sliding_window to null in its config"
+            f"{read.name}: sliding-window attention is not supported; "
+            "set sliding_window to null in its config"
         )
-    if config.get("attention_dropout"):
-        raise InputError(f"{name}: attention_dropout is not supported; set it to 0 in its config")
-    if config.get("quantization_config"):
+    if read.config.get("attention_dropout"):
         raise InputError(
-            f"{name}: a quantized model cannot be trained; give its unquantized original"
+            f"{read.name}: attention_dropout is not supported; set it to 0 in its config"
+        )
+    if read.config.get("quantization_config"):
+        raise InputError(
+            f"{read.name}: a quantized model cannot be trained; give its unquantized original"
         )
     for key in ("rope_scaling", "rope_parameters"):
-        for kind in _rope_types(name, key, config.get(key)):
-            if kind in ("dynamic", "longrope"):
-                raise InputError(
-                    f"{name}: {kind} rope depends on the length at hand, so slices of a sequence would disagree; "
-                    "use another rope_type"
-                )
+        _refuse_length_dependent_rope(read, key)
 
 
 def _has_window(read: _Reader) -> bool:
-    kinds = read.config.get("layer_types") or ()
-    if not isinstance(kinds, list | tuple):
-        raise InputError(f"{read.name}: layer_types in the config must be a list, not {kinds!r}")
-    if "sliding_attention" in kinds:
+    layer_types = read.config.get("layer_types") or ()
+    if not isinstance(layer_types, list | tuple):
+        raise InputError(
+            f"{read.name}: layer_types in the config must be a list, not {layer_types!r}"
+        )
+    if "sliding_attention" in layer_types:
         return True
-    used = read.config["model_type"] == "mistral" or read.flag("use_sliding_window")
+    used = read.architecture == "mistral" or read.flag("use_sliding_window")
+    if read.architecture == "llama" or not used:
+        return False
     # Where it is used and left out, transformers takes 4096.
-    return (
-        used
-        and read.config["model_type"] != "llama"
-        and bool(read.config.get("sliding_window", 4096))
-    )
+    return bool(read.config.get("sliding_window", 4096))
+
+
+def _refuse_length_dependent_rope(read: _Reader, key: str) -> None:
+    for rope_type in _rope_types(read.name, key, read.config.get(key)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise InputError(
+                f"{read.name}: {rope_type} rope depends on the length at hand, "
+                "so slices of a sequence would disagree; use another rope_type"
+            )
 
 
 def _rope_types(name: str, key: str, rope: object) -> list[object]:
@@ -224,19 +228,8 @@ def _rope_types(name: str, key: str, rope: object) -> list[object]:
         return []
     if not isinstance(rope, dict):
         raise InputError(f"{name}: {key} in the config must be an object, not {rope!r}")
-    nested = [
-        kind
-        for entry in rope.values()
-        if isinstance(entry, dict)
-        for kind in _rope_types(name, key, entry)
-    ]
-    return [rope.get("rope_type", rope.get("type")), *nested]
-
-
-# Logits are computed for so many elements at a time: 256 MiB in float32.
-LOGITS_ELEMENTS = 2**26
-
-
-def logits_tokens(vocabulary_size: int) -> int:
-    """Return for how many tokens at most the head computes logits at a time."""
-    return min(1024, max(64, LOGITS_ELEMENTS // vocabulary_size))
+    types = [rope.get("rope_type", rope.get("type"))]
+    for entry in rope.values():
+        if isinstance(entry, dict):
+            types += _rope_types(name, key, entry)
+    return types

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -12,6 +13,7 @@ from infinipipe.errors import InputError
 from infinipipe.ir import DType, Model
 
 PROFILE_FORMAT_VERSION = 1
+"""Raised when a reader would misread older files; a field that may be missing needs no raise."""
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,21 +38,17 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def __post_init__(self) -> None:
         """Refuse a curve that has no slope."""
-        steps = zip(self.tokens, self.tokens[1:], strict=False)
-        if (
-            len(self.tokens) < 2
-            or len(self.tokens) != len(self.seconds)
-            or any(a >= b for a, b in steps)
-        ):
+        ascending = all(smaller < larger for smaller, larger in pairwise(self.tokens))
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not ascending:
             raise ValueError("a curve needs at least two ascending sizes and as many seconds")
 
 
 class LayerTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds of one decoder layer for a chunk (design, section 5).
+    """Seconds of one decoder layer for a chunk.
 
-    `curve(tokens) + s_per_pair * pairs + s_per_slice * slices`, and for its slice that has a context
-    `s_per_context + s_per_context_token * context + s_per_continued_token * length` besides: attention to
-    the context is a second call, whose output is merged with that of the first.
+    `curve(tokens) + s_per_pair * pairs + s_per_slice * slices`, and for its slice that has a
+    context `s_per_context + s_per_context_token * context + s_per_continued_token * length`
+    besides: attention to the context is a second call, whose output is merged with the first's.
     """
 
     curve: Curve
@@ -91,14 +89,19 @@ class Times(
     transfer_s: Line
     """Per byte between neighbouring stages."""
     all_to_all_s: Line
-    """Per byte that each rank holds, among `all_to_all_ranks`: for sequence parallelism within a stage."""
+    """Per byte that each of `all_to_all_ranks` holds: for sequence parallelism within a stage."""
     all_to_all_ranks: int
     """1 where there is nobody to exchange with."""
     all_reduce_s: Line | None = None
-    """Per byte of a buffer that as many ranks as `all_to_all_ranks` add up among them (gradients of
-    replicas); None in profiles that were made before this was measured."""
+    """Per byte of a buffer that as many ranks as `all_to_all_ranks` add up among them.
+
+    Gradients of replicas are; None in profiles that were made before this was measured.
+    """
     layer_input_backward: LayerTime | None = None
-    """I, the gradients of a layer's inputs, without recompute; None where B has not been timed in parts."""
+    """I, the gradients of a layer's inputs, without recompute.
+
+    None where B has not been timed in parts.
+    """
     layer_weight_backward: LayerTime | None = None
     """W, the gradients of its weights."""
 
@@ -113,7 +116,10 @@ class Times(
 class Bytes(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """Bytes on one device. Everything `_per_token` is per token of the chunk unless it says otherwise."""
+    """Bytes on one device; `_per_token` is per token of the chunk unless it says otherwise.
+
+    The fields named `_peak` are transient: needed only while an op runs.
+    """
 
     static_per_parameter: int
     """Parameter, gradient and optimizer state."""
@@ -132,13 +138,16 @@ class Bytes(
     head_per_token: float
     """Kept on the last stage besides."""
     layer_forward_peak: Line
-    """What a layer's F needs for a moment above what it keeps, per token."""
+    """Transient in a layer's F, above what it keeps, per token."""
     recompute_forward_peak: Line
-    """What the F of a layer that is recomputed needs for a moment above its input, per token."""
+    """Transient in the F of a layer that is recomputed, above its input, per token."""
     layer_backward_peak: Line
-    """What a layer's B needs for a moment, per token."""
+    """Transient in a layer's B, per token."""
     slice_backward_per_token: float
-    """What attention needs in the B of a split sequence's slice; below 0 where the layer has freed more by then."""
+    """Transient in attention in the B of a split sequence's slice.
+
+    Below 0 where the layer has freed more by then.
+    """
     context_per_token: float
     """The same per token of the slice's context."""
     embedding_backward_peak: Line
@@ -146,9 +155,12 @@ class Bytes(
     """Without logits, per token."""
     head_backward_peak: Line
     logits_per_token: float
-    """Per token of one piece of logits."""
+    """Per token of the block of logits that exists at a time; see `logits_tokens`."""
     layer_split_per_token: float | None = None
-    """Kept by a layer from I to W: inputs of its products and gradients of their outputs; None as above."""
+    """Kept by a layer from I to W: the inputs of its products and the gradients of their outputs.
+
+    None where B has not been timed in parts.
+    """
 
 
 SampleOp = Literal["forward", "backward", "recomputed"]
@@ -169,7 +181,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     num_repeats: int
     fitted_s: float
     held_out: bool
-    """Not used in the fit, so that its error tells what to expect of chunks that were never measured."""
+    """Not used in the fit: its error tells what to expect of chunks that were never measured."""
 
 
 class Accuracy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,19 +251,9 @@ def read_profile(path: Path) -> Profile:
     Raises:
         InputError: there is no such file, or it is not a profile of this format.
     """
+    data = _read_bytes(path)
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(
-            f"{path}: {reason}; make a profile with `infinipipe profile`, or name one with --profile"
-        ) from None
-    try:
-        version = msgspec.json.decode(data, type=_Version).format_version
-        if version != PROFILE_FORMAT_VERSION:
-            raise InputError(
-                f"{path}: profile format {version}, this infinipipe reads {PROFILE_FORMAT_VERSION}; profile again"
-            )
+        _check_version(data, path)
         return msgspec.json.decode(data, type=Profile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(
@@ -259,19 +261,46 @@ def read_profile(path: Path) -> Profile:
         ) from None
 
 
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(
+            f"{path}: {reason}; make a profile with `infinipipe profile`, "
+            "or name one with --profile"
+        ) from None
+
+
+class _Version(msgspec.Struct):
+    """The one field that every version of the format has."""
+
+    format_version: int
+
+
+def _check_version(data: bytes, path: Path) -> None:
+    """Refuse another version by its number, before its fields are found to be unknown."""
+    version = msgspec.json.decode(data, type=_Version).format_version
+    if version != PROFILE_FORMAT_VERSION:
+        raise InputError(
+            f"{path}: profile format {version}, this infinipipe reads {PROFILE_FORMAT_VERSION}; "
+            "profile again"
+        )
+
+
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile as indented JSON, complete or not at all."""
+    """Write a profile as indented JSON, complete or not at all.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    plain = msgspec.json.encode(profile, order="sorted")
+    indented = msgspec.json.format(plain, indent=2) + b"\n"
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(
-            msgspec.json.format(msgspec.json.encode(profile, order="sorted"), indent=2) + b"\n"
-        )
+        temporary.write_bytes(indented)
         temporary.replace(path)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; choose another file with --output") from None
     finally:
         temporary.unlink(missing_ok=True)
-
-
-class _Version(msgspec.Struct):
-    format_version: int

@@ -121,10 +121,12 @@ def _rates_table(times: Times) -> Table:
     table.add_section()
     chunk_us = (_MICROSECONDS * times.chunk_forward_s, _MICROSECONDS * times.chunk_backward_s)
     _add_numbers(table, "us per chunk and stage", chunk_us)
-    all_to_all = f"all-to-all of {times.all_to_all_ranks} ranks"
+    ranks = f"of {times.all_to_all_ranks} ranks"
     table.add_row("optimizer", _show_line(times.optimizer_s, "parameter"))
     table.add_row("transfer", _show_line(times.transfer_s, "byte"))
-    table.add_row(all_to_all, _show_line(times.all_to_all_s, "byte"))
+    table.add_row(f"all-to-all {ranks}", _show_line(times.all_to_all_s, "byte"))
+    if times.all_reduce_s is not None:
+        table.add_row(f"all-reduce {ranks}", _show_line(times.all_reduce_s, "byte"))
     return table
 
 

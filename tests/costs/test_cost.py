@@ -21,7 +21,7 @@ from infinipipe.costs.cost import (
 from infinipipe.ir import Chunk, Op, OpKind, Sequence, Slice, Stage
 from infinipipe.profiles import Curve, LayerTime, Line, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.models import logits_tokens
+from infinipipe.profiles.logits import logits_tokens
 
 FIRST = Stage(first_layer=0, num_layers=2, embedding=True, head=False)
 LAST = Stage(first_layer=2, num_layers=3, embedding=False, head=True)

@@ -16,16 +16,8 @@ from infinipipe.measure.fit import (
     fitted_seconds,
     scale_layer_time,
 )
-from infinipipe.profiles import Curve, LayerTime
+from tests.measure.truth import TRUTH
 
-TRUTH = LayerTime(
-    curve=Curve(tokens=(1, 64, 256, 1024, 4096), seconds=(3e-3, 4e-3, 6e-3, 0.015, 0.06)),
-    s_per_pair=1e-8,
-    s_per_slice=2e-4,
-    s_per_context=4e-4,
-    s_per_context_token=3e-7,
-    s_per_continued_token=3e-6,
-)
 CHUNKS: list[Slices] = [
     *(((0, n),) for n in TRUTH.curve.tokens),
     *(((start, length),) for start in (512, 4096, 16384) for length in (16, 256, 1024)),
@@ -89,7 +81,10 @@ def test_noise_cannot_make_a_longer_chunk_cheaper() -> None:
 
 
 def test_cheap_packs_make_no_dip_at_their_size() -> None:
-    """The rates say a quarter more than they take; the curve must not give way at 1,024 tokens alone."""
+    """The rates say a quarter more than they take.
+
+    The curve must not give way at 1,024 tokens alone.
+    """
     measured = points()
     packs: list[Slices] = [((0, 1024 // n),) * n for n in (2, 4, 8, 16)]
     full = fitted_seconds(TRUTH, [Point(slices, 0.0) for slices in packs])

@@ -1,4 +1,4 @@
-"""Measuring a small model on this machine: everything is there, nothing is assumed, nothing half-written."""
+"""Measuring a small model on this machine: all is there, nothing assumed, nothing half-written."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch
 
 from infinipipe.cli import run_command
 from infinipipe.errors import InputError, RunError
-from infinipipe.measure import background_load as crew_module
-from infinipipe.measure import machine
-from infinipipe.measure.background_load import NO_LINKS, start_crew
+from infinipipe.measure import background_load, machine
+from infinipipe.measure.background_load import start_background_load
 from infinipipe.measure.bench import Bench
+from infinipipe.measure.links import NO_LINKS
 from infinipipe.measure.machine import choose_device, limit_memory, memory_errors
 from infinipipe.measure.survey import Effort, OutOfMemory
 from infinipipe.profiles import Profile, read_profile
@@ -71,7 +71,8 @@ def test_every_time_was_measured(measured: Profile) -> None:
     assert 0 < times.chunk_backward_s < 0.1
     assert times.optimizer_s.constant + times.optimizer_s.rate * 1e5 > 0
     assert times.all_to_all_ranks == NUM_RANKS
-    for line in (times.transfer_s, times.all_to_all_s):
+    for line in (times.transfer_s, times.all_to_all_s, times.all_reduce_s):
+        assert line is not None
         assert 0 < line.constant + line.rate * 1e6 < 1
 
 
@@ -127,7 +128,8 @@ def test_interrupted_profiling_leaves_nothing(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError(),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"
+            "[enforce fail at alloc_cpu.cpp:117] "
+            "DefaultCPUAllocator: can't allocate memory: you tried"
         ),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
         RuntimeError("std::bad_alloc"),
@@ -205,18 +207,27 @@ def test_time_that_others_take_of_the_core_does_not_count(monkeypatch: pytest.Mo
 
 
 def test_a_machine_with_one_device_has_no_others_and_no_links() -> None:
-    with start_crew(small_model(), "cpu", 1) as crew:
-        crew.wait_until_busy()
-        assert crew.measure_links() == NO_LINKS
-    assert (NO_LINKS.num_ranks, NO_LINKS.transfer_s.rate, NO_LINKS.all_to_all_s.constant) == (
-        1,
-        0.0,
-        0.0,
-    )
+    with start_background_load(small_model(), "cpu", 1) as others:
+        others.wait_until_busy()
+        assert others.measure_links() == NO_LINKS
+    assert NO_LINKS.num_ranks == 1
+    for line in (NO_LINKS.transfer_s, NO_LINKS.all_to_all_s, NO_LINKS.all_reduce_s):
+        assert (line.constant, line.rate) == (0.0, 0.0)
+
+
+def test_larger_buffers_take_longer_to_add_up() -> None:
+    rates = []
+    # On a busy machine noise may hide it for once.
+    while len(rates) < 3 and not any(rates):
+        with start_background_load(small_model(), "cpu", 2) as others:
+            links = others.measure_links()
+        assert links.num_ranks == 2
+        rates.append(links.all_reduce_s.rate)
+    assert rates[-1] > 0
 
 
 class Shared:
-    """What a process of the crew sees: it may rest after a while."""
+    """What a process of the background load sees: it may rest after a while."""
 
     def __init__(self, passes: int, parent: int) -> None:
         self.ready = self.rest = self
@@ -242,7 +253,7 @@ def test_the_other_cores_run_layers_until_they_may_rest(monkeypatch: pytest.Monk
         return time_layer(bench, slices)
 
     monkeypatch.setattr(Bench, "time_layer", count)
-    assert crew_module._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
+    assert background_load._work(small_model(), Shared(5, os.getppid()))  # type: ignore[arg-type]
     assert runs[4:] == [((0, 512),) * 4] * 5
 
 
@@ -260,21 +271,21 @@ def test_what_files_left_in_a_containers_cache_is_free_memory(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_of_the_crew_that_dies_ends_the_measurement(rank: int) -> None:
-    with start_crew(small_model(), "cpu", 2) as crew:
-        crew.wait_until_busy()
-        assert crew._context is not None
-        crew._context.processes[rank].kill()
+def test_a_process_of_the_background_load_that_dies_ends_the_measurement(rank: int) -> None:
+    with start_background_load(small_model(), "cpu", 2) as others:
+        others.wait_until_busy()
+        assert others._context is not None
+        others._context.processes[rank].kill()
         with pytest.raises(
             RunError,
             match=r"a process .* ended early .*; free some memory, or profile on fewer cores",
         ):
-            crew.measure_links()
+            others.measure_links()
 
 
 def test_a_layer_too_large_to_have_twice_is_not_run_by_others() -> None:
     large = msgspec.structs.replace(small_model(), layer_parameters=10**12)
-    assert not crew_module._work(large, Shared(0, os.getppid()))  # type: ignore[arg-type]
+    assert not background_load._work(large, Shared(0, os.getppid()))  # type: ignore[arg-type]
 
 
 def drop(curve: dict[str, list[float]], count: int) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from infinipipe.measure.candidates import COARSE
 from infinipipe.measure.fit import Point, Slices, fitted_seconds
 from infinipipe.measure.samples import fit_survey, make_samples, measure_accuracy
-from infinipipe.measure.survey import COARSE, FULL, QUICK, Effort, OutOfMemory, Seconds, Survey
+from infinipipe.measure.survey import FULL, QUICK, Effort, OutOfMemory, Seconds, Survey
 from infinipipe.profiles import LayerTime
-from tests.measure.test_fit import TRUTH
+from tests.measure.truth import TRUTH
 
 
 @dataclass

@@ -23,6 +23,9 @@ from infinipipe.profiles import (
 )
 from infinipipe.profiles.analytic import DEVICES, analytic_profile
 
+MEASURED_BEFORE = Path(__file__).parents[1] / "planner" / "measured_profile.json"
+"""Measured before the all-reduce was."""
+MEASURED_BEFORE_SHA256 = "71184a270d60c7efc1c0db673b37b04a02b6b76a93fdc3f18aaf83addb63755b"
 PEAK_FLOPS = {"a800-80g": 312e12, "a100-80g": 312e12, "h100-80g": 989e12, "h200-141g": 989e12}
 
 
@@ -48,7 +51,7 @@ def test_small_chunks_are_less_efficient(device: str) -> None:
 
 def test_attention_of_7b_costs_what_flash_attention_does() -> None:
     times = analytic_profile(read_model("llama-7b"), "a800-80g").times
-    # 4 * 4096 flops per pair at 0.60 of 312 TFLOP/s; five products backward for two forward, at 0.52
+    # 4 * 4096 flops per pair at 0.60 of 312 TFLOP/s; five products backward for two, at 0.52
     assert times.layer_forward.s_per_pair == pytest.approx(16384 / (0.60 * 312e12))
     assert times.layer_backward.s_per_pair == pytest.approx(40960 / (0.52 * 312e12))
     assert times.layer_recompute == times.layer_forward
@@ -82,7 +85,8 @@ def test_w_is_as_long_as_the_products_it_has() -> None:
     times = analytic_profile(read_model("llama-7b"), "a800-80g").times
     weights = times.layer_weight_backward
     assert weights is not None
-    # 2 flops per weight and token at 0.78 of 312 TFLOP/s, give or take a wave of tiles; inputs and outputs are read.
+    # 2 flops per weight and token at 0.78 of 312 TFLOP/s, give or take a wave of tiles; inputs and
+    # outputs are read.
     products = 2 * 16384 * 4096 * (4 * 4096 + 3 * 11008) / (0.78 * 312e12)
     read = 16384 * 2 * (8 * 4096 + 3 * 11008) / (0.85 * 2.0e12)
     assert (
@@ -100,13 +104,25 @@ def test_links_differ_where_the_data_sheets_do() -> None:
     assert a800.times.layer_forward == a100.times.layer_forward
 
 
+def test_an_all_reduce_is_a_ring_of_14_hops() -> None:
+    """A buffer of eight parts goes around eight devices twice, a part a hop."""
+    times = analytic_profile(read_model("llama-7b"), "a800-80g").times
+    line = times.all_reduce_s
+    assert line is not None
+    assert line.constant == pytest.approx(14 * 20e-6)
+    # A gigabyte: 14 hops of 125 MB each, at three quarters of 200 GB/s.
+    assert 1e9 * line.rate == pytest.approx(14 * 125e6 / 150e9)
+    assert line.rate == pytest.approx(2 * times.all_to_all_s.rate)
+
+
 def test_bytes_of_7b() -> None:
     sizes = analytic_profile(read_model("llama-7b"), "a800-80g").bytes
     assert sizes.static_per_parameter == 18
     assert sizes.activation_per_token == 2 * 4096
     assert sizes.layer_kv_per_token == 2 * 2 * 4096
     assert sizes.layer_kv_grad_per_token == 2 * 4 * 4096
-    # An input each for Q, K and V together, the output, the MLP's first two together and its last; seven outputs.
+    # An input each for Q, K and V together, the output, the MLP's first two together and its last;
+    # seven outputs.
     assert sizes.layer_split_per_token == 2 * (3 * 4096 + 11008) + 2 * (5 * 4096 + 2 * 11008)
     # Two float32 norms, q, the attention's output and its log-sum-exp, four products of the MLP.
     assert sizes.layer_full_per_token == 2 * (8 * 4096 + 4) + 4 * 4096 + 4 * 32 + 8 * 11008
@@ -193,6 +209,17 @@ def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
     assert not old.prices_split
 
 
+def test_a_profile_from_before_all_reduce_was_measured_is_as_it_was(tmp_path: Path) -> None:
+    """It has no field more, and packs to the very bytes that a plan recorded the digest of."""
+    old = read_profile(MEASURED_BEFORE)
+    document = json.loads(MEASURED_BEFORE.read_text())
+    assert old.times.all_reduce_s is None
+    # The digest that plans made before then recorded.
+    assert profile_sha256(old) == MEASURED_BEFORE_SHA256
+    write_profile(old, tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == document
+
+
 @pytest.mark.parametrize("lacking", ["layer_input_backward", "layer_weight_backward"])
 def test_i_and_w_are_priced_both_or_not_at_all(lacking: str, tmp_path: Path) -> None:
     document = msgspec.to_builtins(analytic_profile(read_model("tiny"), "a800-80g"))
@@ -215,6 +242,18 @@ def test_refining_scales_i_and_w_too() -> None:
     )
     measured = replace(times, layer_input_backward=None, layer_weight_backward=None)
     assert scale_times(measured, 2.0).layer_input_backward is None
+
+
+def test_refining_scales_the_all_reduce_where_there_is_one() -> None:
+    times = analytic_profile(read_model("tiny"), "a800-80g").times
+    scaled = scale_times(times, 2.0)
+    assert times.all_reduce_s is not None
+    assert scaled.all_reduce_s is not None
+    assert scaled.all_reduce_s.constant == 2 * times.all_reduce_s.constant
+    assert scaled.all_reduce_s.rate == 2 * times.all_reduce_s.rate
+    assert scaled.all_to_all_ranks == times.all_to_all_ranks
+    old = replace(times, all_reduce_s=None)
+    assert scale_times(old, 2.0).all_reduce_s is None
 
 
 def test_unknown_device_is_named() -> None:

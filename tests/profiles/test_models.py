@@ -1,4 +1,4 @@
-"""Model shapes: equal to what transformers builds, and what is refused because it would be computed wrongly."""
+"""Model shapes: those that transformers builds, and what is refused as it would be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinipipe.errors import InputError
-from infinipipe.profiles.models import PRESETS, model_from_config, read_model
+from infinipipe.profiles import PRESETS
+from infinipipe.profiles.models import model_from_config, read_model
 
 SMALL = {
     "num_hidden_layers": 2,

@@ -70,6 +70,7 @@ def test_show_prints_tables(
         "nothing was measured",
         "16,384 tokens",
         "ns per pair",
+        "all-reduce of 8 ranks",
         "backward, held out",
     ):
         assert words in out
