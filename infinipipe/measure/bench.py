@@ -19,9 +19,9 @@ from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory, Seconds
 from infinipipe.profiles.models import logits_tokens
 from infinipipe.profiles.profile import Curve, Line
-from infinipipe.runtime.attention.chunk_attention import KVStore, Segment, Segments, Slot
+from infinipipe.runtime.attention import KVStore, Segment, Segments, Slot, kernel_for
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.worker import make_optimizer
+from infinipipe.runtime.optimizer import make_optimizer
 
 _CHUNK_TOKENS = 256
 _OPTIMIZER_PARAMETERS = 2**22
@@ -213,7 +213,7 @@ class Bench:
             first += length
             if start:
                 assert self.write_context(store, index, start, start + length).gradients
-        return Segments(table=tuple(table), store=store)
+        return Segments(table=tuple(table), store=store, kernel=kernel_for(self.device))
 
     def write_context(self, store: KVStore, sequence: int, start: int, total: int) -> Slot:
         """Make a sequence's slot and write K and V up to `start`."""

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
 from infinipipe.profiles.profile import Line
 from infinipipe.runtime.launch import worker_environment
-from infinipipe.runtime.transport import Channel, DistributedTransport
+from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
+from infinipipe.runtime.transport import DistributedTransport
 
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**21)
 """Elements of float32."""
@@ -47,12 +49,13 @@ def measure_links(rank: int, device: str, num_ranks: int, store: Path) -> Links:
     dist.init_process_group(
         backend, store=FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
     )
-    channels = dist.new_group(), dist.new_group()
+    channels = channel_groups()
     sizes = [4.0 * size for size in SIZES]
     exchange = fit_line(sizes, [_all_to_all(size, num_ranks, place) for size in SIZES])
     transfer = Line(constant=0.0, rate=0.0)
     if rank < 2:
-        transport = DistributedTransport(channels, rank, place)
+        neighbours = Ranks(Layout(num_stages=2), rank).neighbours
+        transport = DistributedTransport(neighbours, channels, place)
         transfer = fit_line(sizes, [_ping_pong(size, transport, rank, place) for size in SIZES])
     dist.barrier()
     dist.destroy_process_group()
@@ -66,7 +69,7 @@ def _ping_pong(size: int, transport: DistributedTransport, rank: int, place: tor
         if rank == 0
         else (Channel.DOWNSTREAM, Channel.UPSTREAM)
     )
-    transport.begin(incoming, [(size,)] * REPEATS)
+    transport.begin(incoming, [(size,)] * REPEATS, torch.float32)
     payload = torch.zeros(size, device=place)
 
     def there_and_back() -> None:

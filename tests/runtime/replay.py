@@ -34,8 +34,8 @@ from infinipipe.profiles.models import PRESETS, model_from_config
 from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
-from infinipipe.runtime.transport import LoopbackTransport
 from tests.plans import make_header, order_1f1b
+from tests.runtime.loopback import LoopbackTransport
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from infinipipe.errors import RunError
+from infinipipe.runtime.executor import HANDLERS
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.transport import Channel, LoopbackTransport
+from infinipipe.runtime.prepare import RUNNABLE
+from infinipipe.runtime.ranks import Channel
+from tests.runtime.loopback import LoopbackTransport
 from tests.runtime.replay import MemoryDataset, hand_header, hand_step, replay, small_model
 
 
@@ -29,14 +32,18 @@ def test_an_output_of_another_size_than_planned_is_named(monkeypatch: pytest.Mon
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
+def test_what_a_plan_may_hold_is_what_the_executor_handles() -> None:
+    assert set(RUNNABLE) == HANDLERS.keys()
+
+
 def test_a_tensor_of_another_size_than_expected_is_refused() -> None:
     first, second = LoopbackTransport.connect(2)
-    second.begin(Channel.DOWNSTREAM, [(1, 4), (1, 3)])
+    second.begin(Channel.DOWNSTREAM, [(1, 4), (1, 3)], torch.float32)
     first.send(Channel.DOWNSTREAM, torch.zeros(1, 4))
     first.send(Channel.DOWNSTREAM, torch.zeros(1, 5))
     assert second.receive(Channel.DOWNSTREAM).shape == (1, 4)
     with pytest.raises(AssertionError, match=r"received \(1, 5\), the plan says \(1, 3\)"):
         second.receive(Channel.DOWNSTREAM)
-    second.begin(Channel.UPSTREAM, [(1, 1)])
+    second.begin(Channel.UPSTREAM, [(1, 1)], torch.float32)
     with pytest.raises(AssertionError, match="1 tensors to come"):
         second.finish()

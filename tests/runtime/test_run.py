@@ -25,8 +25,9 @@ from infinipipe.ir.file.store import open_plan
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
 from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.runtime.gradients import MAX_GRAD_NORM
+from infinipipe.runtime.optimizer import make_optimizer
 from infinipipe.runtime.prepare import RunOptions, prepare
-from infinipipe.runtime.worker import MAX_GRAD_NORM, make_optimizer
 from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
 
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
@@ -418,7 +419,7 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(
     whole = whole_model(model)
     whole.save_pretrained(directory)
     options = dataclasses.replace(options, model=directory)
-    assert prepare(options).model == directory
+    assert prepare(options).options.model == directory
     weights = load_file(directory / "model.safetensors")
     name = "model.layers.3.mlp.up_proj.weight"
 
@@ -437,7 +438,7 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(
     saved(weight=weights[name].to(torch.int8))
     refused(options, f"weight {name} is I8; only F32, BF16, F16 can be trained", tmp_path)
     saved(weight=weights[name].to(torch.bfloat16))
-    assert prepare(options).model == directory
+    assert prepare(options).options.model == directory
     (directory / "model.safetensors").write_bytes(b"nonsense")
     refused(options, "model.safetensors: cannot be read", tmp_path)
     for index in ("[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', "{"):
