@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infinipipe.aliases import Ints
 from infinipipe.dataset import IGNORED, Example
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, LossNorm, Sequence, Slice, Step
@@ -48,8 +49,8 @@ class Examples(Protocol):
 class _Whole(NamedTuple):
     """A whole sequence."""
 
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
+    tokens: Ints
+    targets: Ints
     """Of each token the next one, or `IGNORED`."""
 
 
@@ -64,8 +65,12 @@ class StepData:
 
     def tokens(self, chunk: Chunk) -> Tensor:
         """Return (1, tokens) int64."""
-        parts = [self._whole(s.sequence).tokens[s.start : s.stop] for s in chunk.slices]
-        return torch.from_numpy(np.concatenate(parts))[None]
+        parts: list[Ints] = []
+        for part in chunk.slices:
+            sequence = self._whole(part.sequence)
+            parts.append(sequence.tokens[part.start : part.stop])
+        tokens = np.concatenate(parts)
+        return torch.from_numpy(tokens)[None]
 
     def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return each token's target, (tokens,) int64, and its loss weight, (tokens,) float32.
@@ -73,17 +78,25 @@ class StepData:
         Labels are shifted on the whole sequence before it is sliced, so no target is lost at a
         slice's end and none crosses into the next sequence.
         """
-        parts = [self._whole(s.sequence).targets[s.start : s.stop] for s in chunk.slices]
+        parts: list[Ints] = []
+        part_weights: list[NDArray[np.float32]] = []
+        for part in chunk.slices:
+            sequence = self._whole(part.sequence)
+            parts.append(sequence.targets[part.start : part.stop])
+            part_weights.append(self._slice_weights(part))
         targets = np.concatenate(parts)
-        weights = np.concatenate([self._slice_weights(part) for part in chunk.slices])
+        weights = np.concatenate(part_weights)
+        # A token without a target has a loss too, which does not count.
         weights[targets == IGNORED] = 0
         return torch.from_numpy(targets), torch.from_numpy(weights)
 
     def _slice_weights(self, part: Slice) -> NDArray[np.float32]:
         sequence = self._step.sequences[part.sequence]
+        denominator = self._step.denominator
         weight = 0.0
-        if self._step.denominator > 0 and sequence.num_targets > 0:
-            weight = token_weight(sequence, self._step.denominator, self._loss_norm)
+        # Where nothing has a target, both that divide are 0.
+        if denominator > 0 and sequence.num_targets > 0:
+            weight = token_weight(sequence, denominator, self._loss_norm)
         return np.full(part.length, weight, dtype=np.float32)
 
     def _whole(self, index: int) -> _Whole:
@@ -94,6 +107,7 @@ class StepData:
 
     def _read_sequence(self, sequence: Sequence) -> _Whole:
         example = self._examples.read(sequence.row)
+        # A token's target is the label of the next one; the last one has none.
         targets = np.append(example.labels[1:], IGNORED)
         num_tokens = len(example.input_ids)
         num_targets = int((targets != IGNORED).sum())

@@ -102,6 +102,7 @@ class Executor:
         try:
             yield
         except InfinipipeError:
+            # It says by itself what the user can do.
             raise
         except Exception as error:
             op_text = show_op(self._stage_index, op)
@@ -170,14 +171,17 @@ class Executor:
         chunk = state.replica.chunks[index]
         unfinished = state.unfinished.pop(index)
         if self._stage.head:
+            # The step's loss is the plain sum of its chunks' losses.
             gradient = torch.ones((), device=self._model.device)
         else:
             gradient = self._transport.receive(Channel.UPSTREAM)
+        # From the edge and not from the output, whose values are gone.
         torch.autograd.backward((unfinished.result,), (gradient,))
         if unfinished.received is not None:
             assert unfinished.received.grad is not None
             self._transport.send(Channel.UPSTREAM, unfinished.received.grad)
         split_slice = chunk.split_slice(state.step.sequences)
+        # The first slice's backward is a split sequence's last.
         if split_slice is not None and split_slice.start == 0:
             state.store.free(split_slice.sequence)
 

@@ -95,5 +95,6 @@ class Gradients:
         gradients = self._by_name()
         if self._tied_name == HEAD:
             del gradients[HEAD]
+        # Float64, as a stage's squares may be billions of very different size.
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
         return torch.stack(norms).square().sum()

@@ -133,6 +133,7 @@ class Groups:
         self.copies = _copies_group(self.mesh) if ranks.num_copies > 1 else None
         self.tied: ProcessGroup | None = None
         if tied and ranks.layout.num_stages > 1:
+            # Ranks in between make it as well: a group needs every rank of the run.
             group = _ends_group(ranks)
             self.tied = group if ranks.is_end else None
 
@@ -146,7 +147,9 @@ def channel_groups() -> dict[Channel, ProcessGroup]:
 
 
 def _copies_group(mesh: DeviceMesh) -> ProcessGroup:
-    group: ProcessGroup = mesh["dp", "sp"]._flatten("copies").get_group()
+    # Along every axis but that of the stages, as one axis; torchtitan flattens its meshes so, too.
+    copies = mesh["dp", "sp"]._flatten("copies")
+    group: ProcessGroup = copies.get_group()
     return group
 
 

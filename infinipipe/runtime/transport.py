@@ -89,6 +89,7 @@ class DistributedTransport:
         """See `Transport`."""
         arriving = self._posted.pop(channel)
         arriving.work.wait()
+        # The next one may arrive while the op that needs this one runs.
         self._post(channel)
         return arriving.tensor
 
@@ -111,9 +112,12 @@ class DistributedTransport:
         incoming = self._incoming[channel]
         if not incoming.shapes:
             return
+        source = self._sources[channel]
+        # torch.distributed would take None for "from any rank".
+        assert source is not None, f"there is no stage to receive from on {channel}"
         shape = incoming.shapes.popleft()
         tensor = torch.empty(shape, dtype=incoming.dtype, device=self._device)
-        work = dist.irecv(tensor, self._sources[channel], group=self._groups[channel])
+        work = dist.irecv(tensor, source, group=self._groups[channel])
         assert work is not None
         self._posted[channel] = _Transfer(tensor, work)
 

@@ -82,6 +82,7 @@ class Worker:
                 f"step {step.index}: the loss is {loss} and the gradient norm {grad_norm}; "
                 "lower --lr"
             )
+        # Without any target all gradients are 0, but weight decay and momentum would still act.
         if step.denominator:
             self._gradients.clip(grad_norm)
             self._optimizer.step()
@@ -174,5 +175,8 @@ class _NoData:
 
 def predicted_peaks(step: Step) -> tuple[int, ...]:
     """Return each stage's predicted peak bytes over the replicas."""
-    by_stage = zip(*(replica.predicted for replica in step.replicas), strict=True)
-    return tuple(max(one.peak_bytes for one in predictions) for predictions in by_stage)
+    peaks: list[int] = []
+    for stage_index in range(len(step.replicas[0].predicted)):
+        predictions = [replica.predicted[stage_index] for replica in step.replicas]
+        peaks.append(max(prediction.peak_bytes for prediction in predictions))
+    return tuple(peaks)

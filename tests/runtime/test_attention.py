@@ -1,4 +1,4 @@
-"""Chunk attention by itself: both kernels, slices, isolation, and no tensor as large as a pack squared."""
+"""Chunk attention by itself: kernels, slices, isolation, no tensor as large as a pack squared."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_kernels_agree_with_the_reference(
 @pytest.mark.parametrize("kernel", [CpuKernel(), BlockKernel()], ids=["cpu", "blocks"])
 @pytest.mark.parametrize("lengths", [(12,), (4, 4, 4), (1, 6, 5), (11, 1), (1,) * 12])
 def test_slices_equal_the_whole_sequence(kernel: Kernel, lengths: tuple[int, ...]) -> None:
-    """CASES A4, B3: positions 4..7 and 8..11 attend to all before them; backward from the last slice to the first."""
+    """CASES A4, B3: 4..7 and 8..11 attend to all before them; backward starts at the last slice."""
     whole = qkv(12)
     expected = reference(*whole)
     grad = torch.randn_like(expected)
@@ -102,7 +102,7 @@ def test_slices_equal_the_whole_sequence(kernel: Kernel, lengths: tuple[int, ...
 
 
 def test_memory_of_a_pack_grows_with_its_tokens_not_their_square() -> None:
-    """CASES A12: 64 sequences of 128 tokens make no tensor of (64 * 128)^2 elements, nor anything near."""
+    """CASES A12: 64 sequences of 128 tokens make no tensor near (64 * 128)^2 elements."""
     length, count = 128, 64
     tokens = length * count
     table = tuple(

@@ -1,4 +1,4 @@
-"""Loss and EVERY gradient against the unsplit model, for slices, packs, recompute, stages and architectures."""
+"""Loss and EVERY gradient against the unsplit model, for all ways to cut, recompute and stage."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_grouped_query_attention(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("loss_norm", ["token", "sequence"])
 def test_replicas_and_loss_norms_and_masked_labels(loss_norm: str) -> None:
-    """CASES C1 to C5, D1: uneven replicas, a sequence without any target alone in its chunk, and masked tokens."""
+    """CASES C1 to C5, D1: uneven replicas, a chunk without any target, and masked tokens."""
     header = hand_header(small_model(), (1, 3), num_replicas=2, loss_norm=loss_norm)
     dataset = MemoryDataset([97, 3, 9, 1])
     dataset.examples[2].labels[:] = -100
@@ -116,7 +116,7 @@ def test_a_zero_target_step_is_finite() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("first", [0, 1])
 def test_packed_neighbours_are_isolated_on_every_stage(num_stages: int, first: int) -> None:
-    """CASES A1 to A4: changing every token of one sequence leaves the other's outputs bit-identical on all stages."""
+    """CASES A1 to A4: changing all of one sequence leaves the other's outputs bit-identical."""
     header = hand_header(small_model(), LAYERS[num_stages])
     second = 1 - first
     lengths = (5, 7)

@@ -1,4 +1,4 @@
-"""The same exactness over real processes and gloo: the loss and EVERY gradient against the unsplit model."""
+"""The same exactness over real processes and gloo: loss and EVERY gradient."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Case(msgspec.Struct):
 
 
 def cases() -> dict[str, Case]:
-    """Slices with one of length 1, hybrid chunks, all kinds of recompute, 1 to 4 stages, short-long-short orders."""
+    """One-token slices, hybrid chunks, all kinds of recompute, 1 to 4 stages, short-long-short."""
     found = {}
     for num_stages, cuts, recompute in (
         (1, 2, "mixed"),

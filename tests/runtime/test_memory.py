@@ -1,4 +1,4 @@
-"""The count of live bytes, and what a stage needs against what the cost model says (CASES G5, G6, G10)."""
+"""The count of live bytes; what a stage needs by count and by cost model (CASES G5, G6, G10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of other systems met: peaks that grew with the chunks, updates, logits and recompute not counted."""
+"""What users of other systems met: peaks that grew with the chunks, and bytes not counted."""
 
 from __future__ import annotations
 

@@ -81,9 +81,10 @@ class _ChunkAttention(torch.autograd.Function):
                 attended = _add_context(segments.kernel, attended, segment, slot, own_query, scale)
             out[:, :, rows] = attended.out
             lse[:, :, rows] = attended.lse
-        any_whole = any(not segment.split for segment in segments.table)
-        key_and_value = (key, value) if any_whole else ()
-        ctx.save_for_backward(query, out, lse, *key_and_value)
+        if all(segment.split for segment in segments.table):
+            ctx.save_for_backward(query, out, lse)
+        else:
+            ctx.save_for_backward(query, out, lse, key, value)
         ctx.layer = layer
         ctx.segments = segments
         ctx.scale = scale
@@ -103,9 +104,17 @@ class _ChunkAttention(torch.autograd.Function):
             rows = segment.rows
             attended = Attended(out[:, :, rows], lse[:, :, rows])
             backward = _Backward(
-                segments.kernel, grad[:, :, rows], query[:, :, rows], attended, ctx.scale
+                kernel=segments.kernel,
+                grad=grad[:, :, rows],
+                query=query[:, :, rows],
+                attended=attended,
+                scale=ctx.scale,
             )
-            into = Gradients(*(gradient[:, :, rows] for gradient in gradients))
+            into = Gradients(
+                query=gradients.query[:, :, rows],
+                key=gradients.key[:, :, rows],
+                value=gradients.value[:, :, rows],
+            )
             if segment.split:
                 slot = segments.store.slot(segment, ctx.layer)
                 _backward_of_split(backward, segment, slot, into)
@@ -123,17 +132,23 @@ def _add_context(
         return own
     key = slot.key[:, :, segment.context]
     value = slot.value[:, :, segment.context]
-    return _merge(own, kernel.forward(query, key, value, False, scale))
+    # Every token of the context comes before every query, so nothing is masked.
+    context = kernel.forward(query, key, value, False, scale)
+    return _merge(own, context)
 
 
 def _merge(own: Attended, other: Attended) -> Attended:
     """Combine attention over two disjoint sets of keys into attention over both."""
     lse = torch.logaddexp(own.lse, other.lse)
-    own_share = (own.lse - lse).exp()[..., None].to(own.out.dtype)
-    other_share = (other.lse - lse).exp()[..., None].to(own.out.dtype)
-    out = own.out * own_share
-    out += other.out * other_share
+    out = own.out * _share(own, lse)
+    out += other.out * _share(other, lse)
     return Attended(out, lse)
+
+
+def _share(part: Attended, lse: Tensor) -> Tensor:
+    """Return how much of all exponentials is a part's, (1, heads, tokens, 1)."""
+    share = (part.lse - lse).exp()
+    return share[..., None].to(part.out.dtype)
 
 
 def _backward_of_whole(backward: _Backward, key: Tensor, value: Tensor, into: Gradients) -> None:
@@ -147,7 +162,9 @@ def _backward_of_split(backward: _Backward, segment: Segment, slot: Slot, into: 
     """Write a slice's gradients, and leave in the slot what it asks of the tokens before it."""
     key_gradient, value_gradient = slot.gradients
     span = segment.span
-    own = backward.against(slot.key[:, :, span], slot.value[:, :, span], causal=True)
+    own_key = slot.key[:, :, span]
+    own_value = slot.value[:, :, span]
+    own = backward.against(own_key, own_value, causal=True)
     into.query.copy_(own.query)
     # Later slices have left what they ask of this one's K and V; their backward comes first.
     into.key.copy_(key_gradient[:, :, span] + own.key)
@@ -155,8 +172,11 @@ def _backward_of_split(backward: _Backward, segment: Segment, slot: Slot, into: 
     if segment.start == 0:
         return
     before = segment.context
-    context = backward.against(slot.key[:, :, before], slot.value[:, :, before], causal=False)
+    context_key = slot.key[:, :, before]
+    context_value = slot.value[:, :, before]
+    context = backward.against(context_key, context_value, causal=False)
     into.query.add_(context.query)
+    # Earlier slices find it when their backward runs.
     key_gradient[:, :, before] += context.key
     value_gradient[:, :, before] += context.value
 

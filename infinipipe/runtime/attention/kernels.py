@@ -105,8 +105,9 @@ class BlockKernel:
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         for rows in self._blocks(query):
             scores = _scores(query, key, rows, causal, scale)
-            lse[:, :, rows] = scores.logsumexp(-1)
-            weights = (scores - lse[:, :, rows, None]).exp_()
+            lse_rows = scores.logsumexp(-1)
+            weights = (scores - lse_rows[..., None]).exp_()
+            lse[:, :, rows] = lse_rows
             out[:, :, rows] = weights.to(value.dtype) @ value
         return Attended(out, lse)
 
@@ -131,11 +132,14 @@ class BlockKernel:
         delta = (grad.float() * attended.out.float()).sum(-1, keepdim=True)
         for rows in self._blocks(query):
             scores = _scores(query, key, rows, causal, scale)
-            weights = (scores - attended.lse[:, :, rows, None]).exp_()
+            lse_rows = attended.lse[:, :, rows, None]
+            weights = (scores - lse_rows).exp_()
             grad_rows = grad[:, :, rows]
             grad_value += weights.to(value.dtype).transpose(-1, -2) @ grad_rows
-            grad_scores = (grad_rows @ value.transpose(-1, -2)).float() - delta[:, :, rows]
-            grad_products = grad_scores.mul_(weights).mul_(scale).to(query.dtype)
+            grad_weights = (grad_rows @ value.transpose(-1, -2)).float()
+            grad_scores = (grad_weights - delta[:, :, rows]).mul_(weights)
+            # Of the products of queries and keys, which were scaled into scores.
+            grad_products = grad_scores.mul_(scale).to(query.dtype)
             grad_query[:, :, rows] = grad_products @ key
             grad_key += grad_products.transpose(-1, -2) @ query[:, :, rows]
         return Gradients(

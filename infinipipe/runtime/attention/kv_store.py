@@ -43,6 +43,7 @@ class KVStore:
         """Put a slice's K and V into the sequence's slot; recompute writes the same again."""
         layers = self._slots.setdefault(segment.sequence, {})
         if layer not in layers:
+            # For the whole sequence at once, so that no later slice has to move what is there.
             layers[layer] = Slot(key, segment.total)
         slot = layers[layer]
         slot.key[:, :, segment.span] = key

@@ -49,6 +49,7 @@ def check_checkpoint(model: Model, directory: Path) -> None:
     stated = complete_config(model.name, json.loads(model.config))
     _check_config(directory, actual, stated)
     weights = _Weights(directory, model.tied)
+    # Every weight before any worker starts: each worker then reads only its stage's.
     for name, parameter in whole_model(model).named_parameters():
         weights.check(name, tuple(parameter.shape))
 

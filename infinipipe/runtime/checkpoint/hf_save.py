@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from infinipipe.ir import Header
 from infinipipe.runtime.device import DTYPE_NAME
@@ -40,13 +40,9 @@ def save_weights(
     if ranks.is_writer:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+    # The folder is there before any rank writes into it.
     dist.barrier()
-    saved: _Saved | None = None
-    if ranks.saves_weights:
-        tied_head = HEAD if header.model.tied else None
-        own = {name: weight for name, weight in parameters.items() if name != tied_head}
-        file = f"model-{ranks.stage_index + 1:05d}-of-{len(header.stages):05d}.safetensors"
-        saved = _save_stage(temporary / file, own)
+    saved = _save_stage(temporary, header, ranks, parameters) if ranks.saves_weights else None
     everyone: list[_Saved | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, saved)
     if ranks.is_writer:
@@ -56,11 +52,20 @@ def save_weights(
     dist.barrier()
 
 
-def _save_stage(path: Path, parameters: dict[str, nn.Parameter]) -> _Saved:
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in parameters.items()}
+def _save_stage(
+    directory: Path, header: Header, ranks: Ranks, parameters: dict[str, nn.Parameter]
+) -> _Saved:
+    tensors: dict[str, Tensor] = {}
+    for name, weight in parameters.items():
+        if header.model.tied and name == HEAD:
+            continue
+        tensors[name] = weight.detach().cpu().contiguous()
+    # Named as Hugging Face names the shards of a large model, which count from 1.
+    file = f"model-{ranks.stage_index + 1:05d}-of-{len(header.stages):05d}.safetensors"
     # As transformers itself writes it; some of its versions refuse a file that does not say so.
-    save_file(tensors, path, metadata={"format": "pt"})
-    return _Saved(path.name, {name: tensor.nbytes for name, tensor in tensors.items()})
+    save_file(tensors, directory / file, metadata={"format": "pt"})
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    return _Saved(file, sizes)
 
 
 def _write_index(directory: Path, everyone: list[_Saved]) -> None:
