@@ -19,9 +19,9 @@ from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory, Seconds
 from infinipipe.profiles.logits import logits_tokens
 from infinipipe.profiles.profile import Curve, Line
-from infinipipe.runtime.attention.chunk_attention import KVStore, Segment, Segments, Slot
+from infinipipe.runtime.attention import KVStore, Segment, Segments, Slot, kernel_for
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.worker import make_optimizer
+from infinipipe.runtime.optimizer import make_optimizer
 
 _CHUNK_TOKENS = 256
 """Of the chunk whose overhead is timed: small, as overhead is what does not grow with tokens."""
@@ -241,7 +241,8 @@ class Bench:
                 slot = self.write_context(store, index, start, stop)
                 # Reading them allocates them.
                 assert slot.gradients
-        return Segments(table=tuple(table), store=store)
+        kernel = kernel_for(self.device)
+        return Segments(table=tuple(table), store=store, kernel=kernel)
 
     def write_context(self, store: KVStore, sequence: int, start: int, total: int) -> Slot:
         """Make a sequence's slot and write K and V up to `start`."""

@@ -15,9 +15,9 @@ from infinipipe.measure.fit import Slices
 from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory
 from infinipipe.profiles.profile import Bytes, Line
-from infinipipe.runtime.attention.chunk_attention import KVStore
+from infinipipe.runtime.attention import KVStore
 from infinipipe.runtime.memory import CpuMemory, CudaMemory
-from infinipipe.runtime.worker import make_optimizer
+from infinipipe.runtime.optimizer import make_optimizer
 
 SMALL = 512
 LARGE = 1024

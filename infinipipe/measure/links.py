@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
 from infinipipe.profiles.profile import Line
 from infinipipe.runtime.launch import worker_environment
-from infinipipe.runtime.transport import Channel, DistributedTransport
+from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
+from infinipipe.runtime.transport import DistributedTransport
 
 _ELEMENT_BYTES = 4
 """Of float32."""
@@ -55,12 +57,13 @@ def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> L
     """
     worker_environment(rank)
     device = _connect(rank, device_type, num_ranks, store)
-    channels = dist.new_group(), dist.new_group()
+    channels = channel_groups()
     all_to_all_s = _fit(lambda size: _all_to_all_seconds(size, num_ranks, device))
     all_reduce_s = _fit(lambda size: _all_reduce_seconds(size, device))
     transfer_s = _NO_SECONDS
     if rank < 2:
-        transport = DistributedTransport(channels, rank, device)
+        neighbours = Ranks(Layout(num_stages=2), rank).neighbours
+        transport = DistributedTransport(neighbours, channels, device)
         transfer_s = _fit(lambda size: _one_way_seconds(size, transport, rank, device))
     dist.barrier()
     dist.destroy_process_group()
@@ -98,7 +101,7 @@ def _one_way_seconds(
     """Return the seconds of one way, by half of there and back: clocks of two ranks may differ."""
     incoming = Channel.UPSTREAM if rank == 0 else Channel.DOWNSTREAM
     outgoing = Channel.DOWNSTREAM if rank == 0 else Channel.UPSTREAM
-    transport.begin(incoming, [(size,)] * REPEATS)
+    transport.begin(incoming, [(size,)] * REPEATS, torch.float32)
     payload = torch.zeros(size, device=device)
 
     def there_and_back() -> None:

@@ -125,14 +125,6 @@ class _Clock:
         self.show(0.0)
 
 
-def measure_bytes(model: Model, device: torch.device) -> Bytes:
-    """Measure only the bytes of a model; see `measure_profile`."""
-    bench = Bench(model, device)
-    with track_memory(device, ()) as memory:
-        bench.warm_up()
-        return Footprint(bench, memory).count()
-
-
 def _measure(
     model: Model, device: torch.device, effort: Effort, clock: _Clock
 ) -> tuple[Survey, _Parts]:

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from infinipipe.aliases import Ints
 from infinipipe.dataset import IGNORED, Example
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, LossNorm, Sequence, Slice, Step
-from infinipipe.runtime.attention.chunk_attention import KVStore, Segment, Segments
+from infinipipe.runtime.attention import Kernel, KVStore, Segment, Segments
 
 
-def chunk_segments(chunk: Chunk, step: Step, store: KVStore) -> Segments:
+def chunk_segments(chunk: Chunk, step: Step, store: KVStore, kernel: Kernel) -> Segments:
     """Turn a chunk's slices into the segment table that attention follows."""
-    table, first = [], 0
-    for piece in chunk.slices:
-        total = step.sequences[piece.sequence].length
-        table.append(
-            Segment(
-                first=first,
-                length=piece.length,
-                sequence=piece.sequence,
-                start=piece.start,
-                total=total,
-            )
+    table: list[Segment] = []
+    first = 0
+    for part in chunk.slices:
+        segment = Segment(
+            first=first,
+            length=part.length,
+            sequence=part.sequence,
+            start=part.start,
+            total=step.sequences[part.sequence].length,
         )
-        first += piece.length
-    return Segments(table=tuple(table), store=store)
+        table.append(segment)
+        first = segment.last
+    return Segments(table=tuple(table), store=store, kernel=kernel)
 
 
 def chunk_positions(chunk: Chunk) -> Tensor:
     """Return (1, tokens) int64: every token's place in its own sequence."""
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in chunk.slices])[None]
+    positions = [torch.arange(part.start, part.stop) for part in chunk.slices]
+    return torch.cat(positions)[None]
 
 
 class Examples(Protocol):
@@ -45,6 +46,14 @@ class Examples(Protocol):
         """Return a row's ids and unshifted labels, cut to the plan's `max_length`."""
 
 
+class _Whole(NamedTuple):
+    """A whole sequence."""
+
+    tokens: Ints
+    targets: Ints
+    """Of each token the next one, or `IGNORED`."""
+
+
 class StepData:
     """The sequences of one step, read once."""
 
@@ -52,48 +61,67 @@ class StepData:
         self._step = step
         self._loss_norm = loss_norm
         self._examples = examples
-        self._read: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._read: dict[int, _Whole] = {}
 
     def tokens(self, chunk: Chunk) -> Tensor:
         """Return (1, tokens) int64."""
-        return torch.from_numpy(
-            np.concatenate([self._sequence(s)[0][s.start : s.stop] for s in chunk.slices])
-        )[None]
+        parts: list[Ints] = []
+        for part in chunk.slices:
+            sequence = self._whole(part.sequence)
+            parts.append(sequence.tokens[part.start : part.stop])
+        tokens = np.concatenate(parts)
+        return torch.from_numpy(tokens)[None]
 
     def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """Return each token's target, (tokens,) int64, and its weight in the loss, (tokens,) float32.
+        """Return each token's target, (tokens,) int64, and its loss weight, (tokens,) float32.
 
-        Labels are shifted on the whole sequence before it is sliced, so no target is lost at a slice's end
-        and none crosses into the next sequence.
+        Labels are shifted on the whole sequence before it is sliced, so no target is lost at a
+        slice's end and none crosses into the next sequence.
         """
-        targets = np.concatenate([self._sequence(s)[1][s.start : s.stop] for s in chunk.slices])
-        weights = np.concatenate(
-            [np.full(s.length, self._weight(s), dtype=np.float32) for s in chunk.slices]
-        )
+        parts: list[Ints] = []
+        part_weights: list[NDArray[np.float32]] = []
+        for part in chunk.slices:
+            sequence = self._whole(part.sequence)
+            parts.append(sequence.targets[part.start : part.stop])
+            part_weights.append(self._slice_weights(part))
+        targets = np.concatenate(parts)
+        weights = np.concatenate(part_weights)
+        # A token without a target has a loss too, which does not count.
         weights[targets == IGNORED] = 0
         return torch.from_numpy(targets), torch.from_numpy(weights)
 
-    def _weight(self, piece: Slice) -> float:
-        sequence = self._step.sequences[piece.sequence]
-        if self._step.denominator == 0 or sequence.num_targets == 0:
-            return 0.0
-        return token_weight(sequence, self._step.denominator, self._loss_norm)
+    def _slice_weights(self, part: Slice) -> NDArray[np.float32]:
+        sequence = self._step.sequences[part.sequence]
+        denominator = self._step.denominator
+        weight = 0.0
+        # Where nothing has a target, both that divide are 0.
+        if denominator > 0 and sequence.num_targets > 0:
+            weight = token_weight(sequence, denominator, self._loss_norm)
+        return np.full(part.length, weight, dtype=np.float32)
 
-    def _sequence(self, piece: Slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        if piece.sequence not in self._read:
-            sequence = self._step.sequences[piece.sequence]
-            example = self._examples.read(sequence.row)
-            targets = np.append(example.labels[1:], IGNORED)
-            found = len(example.input_ids), int((targets != IGNORED).sum())
-            if found != (sequence.length, sequence.num_targets):
-                raise PlanFileError(
-                    f"step {self._step.index}: row {sequence.row} of the dataset has {found[0]} tokens and {found[1]} "
-                    f"targets, the plan says {sequence.length} and {sequence.num_targets}; compile it again"
-                )
-            self._read[piece.sequence] = example.input_ids, targets
-        return self._read[piece.sequence]
+    def _whole(self, index: int) -> _Whole:
+        """Return one of the step's sequences, from the dataset at its first use."""
+        if index not in self._read:
+            self._read[index] = self._read_sequence(self._step.sequences[index])
+        return self._read[index]
+
+    def _read_sequence(self, sequence: Sequence) -> _Whole:
+        example = self._examples.read(sequence.row)
+        # A token's target is the label of the next one; the last one has none.
+        targets = np.append(example.labels[1:], IGNORED)
+        num_tokens = len(example.input_ids)
+        num_targets = int((targets != IGNORED).sum())
+        if (num_tokens, num_targets) != (sequence.length, sequence.num_targets):
+            raise PlanFileError(
+                f"step {self._step.index}: row {sequence.row} of the dataset has "
+                f"{num_tokens} tokens and {num_targets} targets, the plan says "
+                f"{sequence.length} and {sequence.num_targets}; compile it again"
+            )
+        return _Whole(example.input_ids, targets)
 
 
 def token_weight(sequence: Sequence, denominator: int, loss_norm: LossNorm) -> float:
     """Return what one token's loss counts for in the step's loss."""
-    return 1.0 / denominator if loss_norm == "token" else 1.0 / (denominator * sequence.num_targets)
+    if loss_norm == "token":
+        return 1.0 / denominator
+    return 1.0 / (denominator * sequence.num_targets)

@@ -5,8 +5,9 @@ It has no policy and never reorders; what is sent and received follows from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from infinipipe.errors import InfinipipeError, RunError
-from infinipipe.ir import Chunk, Header, Op, OpKind, Replica, Step
-from infinipipe.ir.text import show_op
-from infinipipe.runtime.attention.chunk_attention import KVStore
+from infinipipe.ir import TRAITS, Chunk, Header, Op, OpKind, Replica, Step, show_op
+from infinipipe.runtime.attention import KVStore, kernel_for
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.transport import Channel, Transport
+from infinipipe.runtime.ranks import Channel
+from infinipipe.runtime.transport import Shape, Transport
 
 
 class ChunkData(Protocol):
-    """Where the executor finds a chunk's tokens and targets; see `infinipipe.runtime.data.StepData`."""
+    """Where the executor finds a chunk's tokens and targets, such as `runtime.data.StepData`."""
 
     def tokens(self, chunk: Chunk) -> Tensor:
         """Return (1, tokens) int64."""
@@ -33,12 +34,25 @@ class ChunkData(Protocol):
 
 
 @dataclass
-class _Alive:
-    """What a chunk leaves between F and B besides its saved activations."""
+class _Unfinished:
+    """What a chunk leaves between F and B besides its activations."""
 
     received: Tensor | None
     """The stage's input, if it came from another stage and so its gradient goes back."""
     result: GradientEdge
+
+
+@dataclass
+class _StepState:
+    """A step as far as it has been replayed."""
+
+    step: Step
+    replica: Replica
+    data: ChunkData
+    loss: Tensor
+    store: KVStore = field(default_factory=KVStore)
+    unfinished: dict[int, _Unfinished] = field(default_factory=dict)
+    """By chunk."""
 
 
 class Executor:
@@ -46,91 +60,134 @@ class Executor:
 
     Args:
         header: of the plan.
-        stage: index of the stage.
+        stage_index: which of the header's stages.
         model: the stage's layers, with gradients allocated.
         transport: its channels.
     """
 
-    def __init__(self, header: Header, stage: int, model: StageModel, transport: Transport) -> None:
-        self._header, self._stage, self._model, self._transport = header, stage, model, transport
-        self._layout = header.stages[stage]
-        self._handlers: dict[OpKind, Callable[[int], None]] = {
-            OpKind.FORWARD: self._forward,
-            OpKind.BACKWARD: self._backward,
-        }
+    def __init__(
+        self, header: Header, stage_index: int, model: StageModel, transport: Transport
+    ) -> None:
+        self._header = header
+        self._stage_index = stage_index
+        self._stage = header.stages[stage_index]
+        self._model = model
+        self._transport = transport
+        self._kernel = kernel_for(model.device)
 
     def run(self, step: Step, replica: Replica, data: ChunkData) -> Tensor:
-        """Run the stage's program, adding to the model's gradients; return the step's loss on the last stage, else 0.
+        """Run the stage's program of a step, adding to the model's gradients.
+
+        Returns:
+            The replica's part of the step's loss on the last stage, 0 on the others.
 
         Raises:
             RunError: an op failed; the message names stage, chunk and op, the cause is chained.
         """
-        self._step, self._replica, self._data = step, replica, data
-        self._store = KVStore()
-        self._alive: dict[int, _Alive] = {}
-        self._loss = torch.zeros((), device=self._model.device)
-        program = replica.programs[self._stage]
-        self._expect(program)
+        loss = torch.zeros((), device=self._model.device)
+        state = _StepState(step, replica, data, loss)
+        program = replica.programs[self._stage_index]
+        self._begin_transfers(program, replica)
         for op in program:
-            try:
-                self._handlers[op.kind](op.chunk)
-            except InfinipipeError:
-                raise
-            except Exception as error:
-                place = f"stage {self._stage}, step {step.index}, chunk {op.chunk}, op {show_op(self._stage, op)}"
-                raise RunError(f"{place}: {type(error).__name__}: {error}") from error
+            with self._failures_named(step, op):
+                HANDLERS[op.kind](self, state, op.chunk)
         self._transport.finish()
-        assert not self._alive, "the program left chunks without backward"
-        assert not len(self._store), "the program left K and V behind"
-        return self._loss
+        assert not state.unfinished, "the program left chunks without backward"
+        assert not len(state.store), "the program left K and V behind"
+        return state.loss
 
-    def _expect(self, program: tuple[Op, ...]) -> None:
-        if not self._layout.embedding:
-            forward = [op.chunk for op in program if op.kind == OpKind.FORWARD]
-            self._transport.begin(Channel.DOWNSTREAM, map(self._shape, forward))
-        if not self._layout.head:
-            backward = [op.chunk for op in program if op.kind != OpKind.FORWARD]
-            self._transport.begin(Channel.UPSTREAM, map(self._shape, backward))
+    @contextmanager
+    def _failures_named(self, step: Step, op: Op) -> Iterator[None]:
+        """Turn what no user caused into an error that says which op failed."""
+        try:
+            yield
+        except InfinipipeError:
+            # It says by itself what the user can do.
+            raise
+        except Exception as error:
+            op_text = show_op(self._stage_index, op)
+            where = f"stage {self._stage_index}, step {step.index}, chunk {op.chunk}, op {op_text}"
+            raise RunError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _shape(self, chunk: int) -> tuple[int, ...]:
-        return (1, self._replica.chunks[chunk].num_tokens, self._header.model.hidden_size)
+    def _begin_transfers(self, program: tuple[Op, ...], replica: Replica) -> None:
+        """Say what will arrive: the input of an op comes the way that its result goes."""
+        for channel in Channel:
+            if not self._receives(channel):
+                continue
+            ops = [op for op in program if TRAITS[op.kind].travels == channel.value]
+            shapes = [self._boundary_shape(replica.chunks[op.chunk]) for op in ops]
+            self._transport.begin(channel, shapes, self._model.dtype)
 
-    def _forward(self, index: int) -> None:
-        chunk = self._replica.chunks[index]
-        device = self._model.device
+    def _receives(self, channel: Channel) -> bool:
+        """Whether another stage sends to this one; the ends embed tokens and compute the loss."""
+        if channel is Channel.DOWNSTREAM:
+            return not self._stage.embedding
+        return not self._stage.head
+
+    def _boundary_shape(self, chunk: Chunk) -> Shape:
+        return (1, chunk.num_tokens, self._header.model.hidden_size)
+
+    def _forward(self, state: _StepState, index: int) -> None:
+        chunk = state.replica.chunks[index]
         received = None
-        if self._layout.embedding:
-            hidden = self._model.embed(self._data.tokens(chunk).to(device))
+        if self._stage.embedding:
+            tokens = state.data.tokens(chunk)
+            hidden = self._model.embed(tokens.to(self._model.device))
         else:
-            hidden = received = self._transport.receive(Channel.DOWNSTREAM).requires_grad_()
-        segments = chunk_segments(chunk, self._step, self._store)
-        recompute = self._replica.recompute[self._stage][index]
-        hidden = self._model.run_layers(
-            hidden, chunk_positions(chunk).to(device), segments, recompute
-        )
-        assert tuple(hidden.shape) == self._shape(index), (
-            f"the plan says {self._shape(index)}, the stage produced {tuple(hidden.shape)}"
-        )
-        if self._layout.head:
-            targets, weights = (tensor.to(device) for tensor in self._data.targets(chunk))
-            loss = self._model.loss(hidden, targets, weights, self._header.logits_tokens)
-            self._loss += loss.detach()
-            self._alive[index] = _Alive(received, get_gradient_edge(loss))
+            received = self._transport.receive(Channel.DOWNSTREAM).requires_grad_()
+            hidden = received
+        hidden = self._run_layers(state, index, hidden)
+        if self._stage.head:
+            result = self._add_loss(state, chunk, hidden)
         else:
+            result = get_gradient_edge(hidden)
             # The graph does not need its output's values, so only the transfer holds them.
-            self._alive[index] = _Alive(received, get_gradient_edge(hidden))
             self._transport.send(Channel.DOWNSTREAM, hidden.detach())
+        state.unfinished[index] = _Unfinished(received, result)
 
-    def _backward(self, index: int) -> None:
-        alive = self._alive.pop(index)
-        if self._layout.head:
+    def _run_layers(self, state: _StepState, index: int, hidden: Tensor) -> Tensor:
+        chunk = state.replica.chunks[index]
+        positions = chunk_positions(chunk).to(self._model.device)
+        segments = chunk_segments(chunk, state.step, state.store, self._kernel)
+        recompute = state.replica.recompute[self._stage_index][index]
+        hidden = self._model.run_layers(hidden, positions, segments, recompute)
+        planned = self._boundary_shape(chunk)
+        actual = tuple(hidden.shape)
+        assert actual == planned, f"the plan says {planned}, the stage produced {actual}"
+        return hidden
+
+    def _add_loss(self, state: _StepState, chunk: Chunk, hidden: Tensor) -> GradientEdge:
+        targets, token_weights = state.data.targets(chunk)
+        loss = self._model.loss(
+            hidden,
+            targets.to(self._model.device),
+            token_weights.to(self._model.device),
+            self._header.logits_tokens,
+        )
+        state.loss += loss.detach()
+        return get_gradient_edge(loss)
+
+    def _backward(self, state: _StepState, index: int) -> None:
+        chunk = state.replica.chunks[index]
+        unfinished = state.unfinished.pop(index)
+        if self._stage.head:
+            # The step's loss is the plain sum of its chunks' losses.
             gradient = torch.ones((), device=self._model.device)
         else:
             gradient = self._transport.receive(Channel.UPSTREAM)
-        torch.autograd.backward((alive.result,), (gradient,))
-        if alive.received is not None:
-            assert alive.received.grad is not None
-            self._transport.send(Channel.UPSTREAM, alive.received.grad)
-        piece = self._replica.chunks[index].split_slice(self._step.sequences)
-        if piece is not None and piece.start == 0:
-            self._store.free(piece.sequence)
+        # From the edge and not from the output, whose values are gone.
+        torch.autograd.backward((unfinished.result,), (gradient,))
+        if unfinished.received is not None:
+            assert unfinished.received.grad is not None
+            self._transport.send(Channel.UPSTREAM, unfinished.received.grad)
+        split_slice = chunk.split_slice(state.step.sequences)
+        # The first slice's backward is a split sequence's last.
+        if split_slice is not None and split_slice.start == 0:
+            state.store.free(split_slice.sequence)
+
+
+HANDLERS: dict[OpKind, Callable[[Executor, _StepState, int], None]] = {
+    OpKind.FORWARD: Executor._forward,
+    OpKind.BACKWARD: Executor._backward,
+}
+"""What runs an op of each kind, given the op's chunk; `prepare.RUNNABLE` names the same kinds."""

@@ -7,19 +7,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from infinipipe.dataset import BYTES, IDS, LENGTHS, check_same_dataset, tokenizer_sha256
 from infinipipe.errors import InputError, PlanFileError
-from infinipipe.ir import Header, OpKind, Step
-from infinipipe.ir.file.store import PlanReader, open_plan
+from infinipipe.ir import DatasetInfo, Header, OpKind, PlanReader, Step, open_plan
+from infinipipe.runtime.device import DTYPE_NAME, choose_device_kind
 
-METRICS = "metrics.jsonl"
 WEIGHTS = "model"
-"""What a run leaves in its output directory."""
+"""The folder of a run's weights in its output folder."""
 
 RUNNABLE = (OpKind.FORWARD, OpKind.BACKWARD)
+"""The kinds of op that the executor has a handler for; told here without importing it, because
+transformers takes seconds to import."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +39,20 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """The same, checked and complete."""
+class PreparedRun:
+    """Options that were checked, and what they came to."""
 
-    plan: Path
+    options: RunOptions
     num_ranks: int
     data: Path
     tokenizer: str
     """As `infinipipe.dataset.open_dataset` takes it."""
-    model: Path | None
-    device: str
+    device_kind: str
     """`cpu` or `cuda`."""
     num_steps: int
-    lr: float
-    seed: int
-    output: Path
 
 
-def prepare(options: RunOptions) -> Run:
+def prepare(options: RunOptions) -> PreparedRun:
     """Check everything that can be checked before a worker starts.
 
     Raises:
@@ -68,93 +62,93 @@ def prepare(options: RunOptions) -> Run:
         raise InputError(f"--lr {options.lr}: a finite number from 0 up is needed")
     with open_plan(options.plan) as plan:
         header = plan.header
-        num_ranks = len(header.stages) * header.num_replicas
-        run = Run(
-            plan=options.plan,
+        num_ranks = header.layout.num_ranks
+        run = PreparedRun(
+            options=options,
             num_ranks=num_ranks,
-            data=_find_data(options, header),
-            tokenizer=_find_tokenizer(options, header),
-            model=options.model,
-            device=_choose_device(options.device, num_ranks),
+            data=_find_data(options, header.dataset),
+            tokenizer=_find_tokenizer(options, header.dataset),
+            device_kind=choose_device_kind(options.device, num_ranks),
             num_steps=_num_steps(options, header),
-            lr=options.lr,
-            seed=options.seed,
-            output=options.output,
         )
-        _check_output(run.output)
-        if run.model is not None:
-            # Only this needs transformers, which takes seconds to import.
-            from infinipipe.runtime.model import check_checkpoint
-
-            check_checkpoint(header.model, run.model)
-        if header.dtype != "float32":
-            raise InputError(
-                f"{options.plan}: its times and bytes are for {header.dtype}, but training is in float32; "
-                "compile with a profile that was measured here"
-            )
+        _check_output(options.output)
+        _check_model(options, header)
+        _check_dtype(options, header)
         _check_steps(plan, run.num_steps)
     return run
 
 
-def _find_data(options: RunOptions, header: Header) -> Path:
-    if header.dataset.tokenizer == LENGTHS:
+def _find_data(options: RunOptions, stated: DatasetInfo) -> Path:
+    """Return where the dataset is: as asked, where it was then, or as seen from the plan."""
+    if stated.tokenizer == LENGTHS:
         raise InputError(
             f"{options.plan}: was compiled from lengths alone, so it can be inspected but not run; "
             "compile a dataset with text or input_ids"
         )
-    recorded = Path(header.dataset.path)
-    beside = options.plan.parent / recorded
-    path = options.data or (beside if beside.exists() and not recorded.exists() else recorded)
-    check_same_dataset(path, header.dataset)
+    path = options.data
+    if path is None:
+        recorded = Path(stated.path)
+        beside_plan = options.plan.parent / recorded
+        moved = beside_plan.exists() and not recorded.exists()
+        path = beside_plan if moved else recorded
+    check_same_dataset(path, stated)
     return path
 
 
-def _find_tokenizer(options: RunOptions, header: Header) -> str:
-    """Return where the tokenizer is that the plan was compiled with: where it was then, or in the model's folder."""
-    info = header.dataset
-    if info.tokenizer in (IDS, BYTES):
+def _find_tokenizer(options: RunOptions, stated: DatasetInfo) -> str:
+    """Return where the plan's tokenizer is: where it was then, or in the model's folder."""
+    if stated.tokenizer in (IDS, BYTES):
         return BYTES
-    moved = options.model is not None and not Path(info.tokenizer).is_dir()
-    tokenizer = str(options.model) if moved else info.tokenizer
-    if tokenizer_sha256(tokenizer) != info.tokenizer_sha256:
+    moved = options.model is not None and not Path(stated.tokenizer).is_dir()
+    tokenizer = str(options.model) if moved else stated.tokenizer
+    if tokenizer_sha256(tokenizer) != stated.tokenizer_sha256:
         raise PlanFileError(
-            f"{tokenizer}: its tokenizer.json is not the one that the plan was compiled with; compile it again"
+            f"{tokenizer}: its tokenizer.json is not the one that the plan was compiled with; "
+            "compile it again"
         )
     return tokenizer
 
 
-def _check_output(output: Path) -> None:
-    if (output / WEIGHTS).exists():
+def _num_steps(options: RunOptions, header: Header) -> int:
+    if options.num_steps is None:
+        return header.num_steps
+    if options.num_steps > header.num_steps:
         raise InputError(
-            f"{output / WEIGHTS}: is there already; choose another directory with --output"
+            f"{options.plan}: has {header.num_steps} steps; --steps can be at most that, "
+            "or compile with more --steps"
         )
+    return options.num_steps
+
+
+def _check_output(output: Path) -> None:
+    weights = output / WEIGHTS
+    if weights.exists():
+        raise InputError(f"{weights}: is there already; choose another directory with --output")
     existing = output
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise InputError(
-            f"{output}: cannot be made, {existing} is no writable directory; choose another with --output"
+            f"{output}: cannot be made, {existing} is no writable directory; "
+            "choose another with --output"
         )
 
 
-def _num_steps(options: RunOptions, header: Header) -> int:
-    if options.num_steps is not None and options.num_steps > header.num_steps:
+def _check_model(options: RunOptions, header: Header) -> None:
+    if options.model is None:
+        return
+    # Only this needs transformers, which takes seconds to import.
+    from infinipipe.runtime.checkpoint import check_checkpoint
+
+    check_checkpoint(header.model, options.model)
+
+
+def _check_dtype(options: RunOptions, header: Header) -> None:
+    if header.dtype != DTYPE_NAME:
         raise InputError(
-            f"{options.plan}: has {header.num_steps} steps; --steps can be at most that, or compile with more --steps"
+            f"{options.plan}: its times and bytes are for {header.dtype}, but training is in "
+            f"{DTYPE_NAME}; compile with a profile that was measured here"
         )
-    return header.num_steps if options.num_steps is None else options.num_steps
-
-
-def _choose_device(asked: str, num_ranks: int) -> str:
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cuda" and not available:
-        raise InputError("no CUDA device is available here; use --device cpu")
-    if asked != "cpu" and 0 < available < num_ranks and not dist.is_torchelastic_launched():
-        raise InputError(
-            f"the plan needs {num_ranks} GPUs, this machine has {available}; start `infinipipe run` with torchrun on "
-            "more machines, compile with fewer --stages, or use --device cpu"
-        )
-    return "cpu" if asked == "cpu" or not available else "cuda"
 
 
 def _check_steps(plan: PlanReader, num_steps: int) -> None:
@@ -166,10 +160,10 @@ def _check_steps(plan: PlanReader, num_steps: int) -> None:
 
 def _check_runnable(step: Step) -> None:
     for replica in step.replicas:
-        for stage, program in enumerate(replica.programs):
+        for stage_index, program in enumerate(replica.programs):
             for op in program:
                 if op.kind not in RUNNABLE:
                     raise PlanFileError(
-                        f"step {step.index}, stage {stage}: op {op.kind.value} can be planned but not run; "
-                        "compile with --policy epp"
+                        f"step {step.index}, stage {stage_index}: op {op.kind.value} can be "
+                        "planned but not run; compile with --policy epp"
                     )

@@ -8,32 +8,23 @@ holds at most one arriving and one leaving tensor a channel, whose sizes the pla
 
 from __future__ import annotations
 
-import enum
-import queue
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-LOOPBACK_TIMEOUT_S = 60.0
+from infinipipe.runtime.ranks import Channel, Neighbours
 
-
-class Channel(enum.Enum):
-    """The two directions of transfer."""
-
-    DOWNSTREAM = 0
-    """Activations, from stage s to s + 1."""
-    UPSTREAM = 1
-    """Gradients, from stage s + 1 to s."""
+Shape = tuple[int, ...]
 
 
 class Transport(Protocol):
     """One stage's end of its channels."""
 
-    def begin(self, channel: Channel, shapes: Iterable[tuple[int, ...]]) -> None:
+    def begin(self, channel: Channel, shapes: Iterable[Shape], dtype: torch.dtype) -> None:
         """Say what this step will receive on a channel, in order."""
 
     def receive(self, channel: Channel) -> Tensor:
@@ -46,43 +37,70 @@ class Transport(Protocol):
         """Wait until everything sent has left."""
 
 
+class _Transfer(NamedTuple):
+    """A tensor on its way, which has to stay alive until then."""
+
+    tensor: Tensor
+    work: dist.Work
+
+
+class _Incoming(NamedTuple):
+    """What is still to be received on a channel."""
+
+    shapes: deque[Shape]
+    dtype: torch.dtype
+
+
 class DistributedTransport:
     """Point-to-point transfers of torch.distributed, one process group a direction.
 
     Args:
-        groups: the process groups of the downstream and the upstream channel.
-        rank: this process; its neighbours in the pipeline are `rank - 1` and `rank + 1`.
+        neighbours: the ranks at the other ends.
+        groups: the process group of each channel.
+        device: where tensors are received.
     """
 
     def __init__(
-        self, groups: Sequence[dist.ProcessGroup], rank: int, device: torch.device
+        self,
+        neighbours: Neighbours,
+        groups: Mapping[Channel, dist.ProcessGroup],
+        device: torch.device,
     ) -> None:
+        self._sources = {
+            Channel.DOWNSTREAM: neighbours.before,
+            Channel.UPSTREAM: neighbours.after,
+        }
+        self._targets = {
+            Channel.DOWNSTREAM: neighbours.after,
+            Channel.UPSTREAM: neighbours.before,
+        }
         self._groups = groups
-        self._sources = rank - 1, rank + 1
-        self._targets = rank + 1, rank - 1
         self._device = device
-        self._expected: dict[Channel, deque[tuple[int, ...]]] = {}
-        self._posted: dict[Channel, tuple[Tensor, dist.Work]] = {}
-        self._leaving: dict[Channel, tuple[Tensor, dist.Work]] = {}
+        self._incoming: dict[Channel, _Incoming] = {}
+        self._posted: dict[Channel, _Transfer] = {}
+        self._leaving: dict[Channel, _Transfer] = {}
 
-    def begin(self, channel: Channel, shapes: Iterable[tuple[int, ...]]) -> None:
+    def begin(self, channel: Channel, shapes: Iterable[Shape], dtype: torch.dtype) -> None:
         """See `Transport`."""
-        self._expected[channel] = deque(shapes)
+        self._incoming[channel] = _Incoming(deque(shapes), dtype)
         self._post(channel)
 
     def receive(self, channel: Channel) -> Tensor:
         """See `Transport`."""
-        tensor, work = self._posted.pop(channel)
-        work.wait()
+        arriving = self._posted.pop(channel)
+        arriving.work.wait()
+        # The next one may arrive while the op that needs this one runs.
         self._post(channel)
-        return tensor
+        return arriving.tensor
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """See `Transport`."""
+        target = self._targets[channel]
+        assert target is not None, f"there is no stage to send to on {channel}"
         self._wait_for_leaving(channel)
-        work = dist.isend(tensor, self._targets[channel.value], group=self._groups[channel.value])
+        work = dist.isend(tensor, target, group=self._groups[channel])
         assert work is not None
-        self._leaving[channel] = tensor, work
+        self._leaving[channel] = _Transfer(tensor, work)
 
     def finish(self) -> None:
         """See `Transport`."""
@@ -91,56 +109,19 @@ class DistributedTransport:
         assert not self._posted, "the step ended before everything it expects had arrived"
 
     def _post(self, channel: Channel) -> None:
-        if self._expected[channel]:
-            tensor = torch.empty(self._expected[channel].popleft(), device=self._device)
-            work = dist.irecv(
-                tensor, self._sources[channel.value], group=self._groups[channel.value]
-            )
-            assert work is not None
-            self._posted[channel] = tensor, work
+        incoming = self._incoming[channel]
+        if not incoming.shapes:
+            return
+        source = self._sources[channel]
+        # torch.distributed would take None for "from any rank".
+        assert source is not None, f"there is no stage to receive from on {channel}"
+        shape = incoming.shapes.popleft()
+        tensor = torch.empty(shape, dtype=incoming.dtype, device=self._device)
+        work = dist.irecv(tensor, source, group=self._groups[channel])
+        assert work is not None
+        self._posted[channel] = _Transfer(tensor, work)
 
     def _wait_for_leaving(self, channel: Channel) -> None:
-        if channel in self._leaving:
-            _, work = self._leaving.pop(channel)
-            work.wait()
-
-
-class LoopbackTransport:
-    """The same within one process whose stages are threads: tests and profiling use it."""
-
-    def __init__(
-        self, sources: Sequence[queue.Queue[Tensor]], targets: Sequence[queue.Queue[Tensor]]
-    ) -> None:
-        self._sources, self._targets = sources, targets
-        self._expected: dict[Channel, deque[tuple[int, ...]]] = {}
-
-    @staticmethod
-    def connect(num_stages: int) -> list[LoopbackTransport]:
-        """Return the transports of a pipeline's stages."""
-        down: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(num_stages + 1)]
-        up: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(num_stages + 1)]
-        return [
-            LoopbackTransport((down[s], up[s + 1]), (down[s + 1], up[s])) for s in range(num_stages)
-        ]
-
-    def begin(self, channel: Channel, shapes: Iterable[tuple[int, ...]]) -> None:
-        """See `Transport`."""
-        self._expected[channel] = deque(shapes)
-
-    def receive(self, channel: Channel) -> Tensor:
-        """See `Transport`."""
-        tensor = self._sources[channel.value].get(timeout=LOOPBACK_TIMEOUT_S)
-        expected = self._expected[channel].popleft()
-        assert tuple(tensor.shape) == expected, (
-            f"received {tuple(tensor.shape)}, the plan says {expected}"
-        )
-        return tensor
-
-    def send(self, channel: Channel, tensor: Tensor) -> None:
-        """See `Transport`."""
-        self._targets[channel.value].put(tensor)
-
-    def finish(self) -> None:
-        """See `Transport`."""
-        for channel, expected in self._expected.items():
-            assert not expected, f"the step ended with {len(expected)} tensors to come on {channel}"
+        leaving = self._leaving.pop(channel, None)
+        if leaving is not None:
+            leaving.work.wait()

@@ -1,4 +1,4 @@
-"""Replays a hand-made step on loopback stages, and computes the same on the unsplit model: the oracle."""
+"""Replays a hand-made step on loopback stages; the oracle does so on the unsplit model."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from infinipipe.profiles.models import PRESETS, model_from_config
 from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
-from infinipipe.runtime.transport import LoopbackTransport
 from tests.plans import make_header, order_1f1b
+from tests.runtime.loopback import LoopbackTransport
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 def small_model(
     architecture: str = "llama", num_layers: int = 4, tied: bool = False, **more: object
 ) -> Model:
-    """A model of a supported architecture with grouped-query attention, small enough for hundreds of runs."""
+    """A supported model with grouped-query attention, small enough for hundreds of runs."""
     shape = {
         "num_hidden_layers": num_layers,
         "hidden_size": 32,
@@ -98,9 +98,10 @@ def hand_step(
     replicas: SequenceOf[SequenceOf[SequenceOf[tuple[int, int, int]]]],
     recompute: Callable[[int, int], int] = lambda stage, chunk: 0,
 ) -> Step:
-    """A step over all rows of a dataset; every replica's chunks are given as (sequence, start, length) slices.
+    """A step over all rows of a dataset.
 
-    Chains are scheduled 1F1B in the order of their first chunk; `recompute(stage, chunk)` is capped to the layers.
+    Every replica's chunks are given as (sequence, start, length) slices. Chains are scheduled 1F1B
+    in the order of their first chunk; `recompute(stage, chunk)` is capped to the layers.
     """
     sequences = tuple(
         Sequence(row=row, length=len(e.input_ids), num_targets=int((e.labels[1:] != -100).sum()))
@@ -211,7 +212,7 @@ class _LoopbackStage:
 
 
 def whole_model(model: Model, seed: int = 0) -> torch.nn.Module:
-    """Return transformers' own model with the weights that the stages have, attending by its own SDPA code."""
+    """Return transformers' own model with the stages' weights, attending by its own SDPA code."""
     config = AutoConfig.for_model(**json.loads(model.config))
     whole = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=torch.float32

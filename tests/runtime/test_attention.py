@@ -1,4 +1,4 @@
-"""Chunk attention by itself: both kernels, slices, isolation, and no tensor as large as a pack squared."""
+"""Chunk attention by itself: kernels, slices, isolation, no tensor as large as a pack squared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from infinipipe.runtime.attention.chunk_attention import (
+from infinipipe.runtime.attention import (
+    Attended,
     BlockKernel,
     CpuKernel,
     Kernel,
@@ -54,7 +55,7 @@ def attend(tensors: tuple[Tensor, Tensor, Tensor], segments: Segments) -> Tensor
 def test_kernels_agree_with_the_reference(
     kernel: Kernel, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(BlockKernel, "block", 5)
+    monkeypatch.setattr(BlockKernel, "block_tokens", 5)
     q, k, v = qkv(13)
     groups = HEADS // KV_HEADS
     scores = (q @ k.repeat_interleave(groups, 1).transpose(-1, -2)) * SCALE
@@ -65,7 +66,7 @@ def test_kernels_agree_with_the_reference(
     gradients = torch.autograd.grad(expected, (q, k, v), grad)
     with torch.no_grad():
         out, lse = kernel.forward(q, k, v, causal, SCALE)
-        found = kernel.backward(grad, q, k, v, out, lse, causal, SCALE)
+        found = kernel.backward(grad, q, k, v, Attended(out, lse), causal, SCALE)
     assert torch.allclose(out, expected, atol=1e-6)
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-5)
     for one, other in zip(found, gradients, strict=True):
@@ -74,13 +75,8 @@ def test_kernels_agree_with_the_reference(
 
 @pytest.mark.parametrize("kernel", [CpuKernel(), BlockKernel()], ids=["cpu", "blocks"])
 @pytest.mark.parametrize("lengths", [(12,), (4, 4, 4), (1, 6, 5), (11, 1), (1,) * 12])
-def test_slices_equal_the_whole_sequence(
-    kernel: Kernel, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CASES A4, B3: positions 4..7 and 8..11 attend to all before them; backward from the last slice to the first."""
-    monkeypatch.setattr(
-        "infinipipe.runtime.attention.chunk_attention.kernel_for", lambda device: kernel
-    )
+def test_slices_equal_the_whole_sequence(kernel: Kernel, lengths: tuple[int, ...]) -> None:
+    """CASES A4, B3: 4..7 and 8..11 attend to all before them; backward starts at the last slice."""
     whole = qkv(12)
     expected = reference(*whole)
     grad = torch.randn_like(expected)
@@ -90,7 +86,7 @@ def test_slices_equal_the_whole_sequence(
     for start, stop in itertools.pairwise(bounds):
         part = tuple(t[:, :, start:stop].detach().requires_grad_() for t in whole)
         table = (Segment(first=0, length=stop - start, sequence=7, start=start, total=12),)
-        outputs.append(attend(part, Segments(table, store)))
+        outputs.append(attend(part, Segments(table, store, kernel)))
         parts.append(part)
     assert torch.allclose(torch.cat(outputs, 2), expected, atol=1e-6)
     found = []
@@ -106,7 +102,7 @@ def test_slices_equal_the_whole_sequence(
 
 
 def test_memory_of_a_pack_grows_with_its_tokens_not_their_square() -> None:
-    """CASES A12: 64 sequences of 128 tokens make no tensor of (64 * 128)^2 elements, nor anything near."""
+    """CASES A12: 64 sequences of 128 tokens make no tensor near (64 * 128)^2 elements."""
     length, count = 128, 64
     tokens = length * count
     table = tuple(
@@ -116,7 +112,7 @@ def test_memory_of_a_pack_grows_with_its_tokens_not_their_square() -> None:
     tensors = qkv(tokens)
     with CpuMemory(tensors) as memory:
         before = memory.current_bytes
-        out = attend(tensors, Segments(table, KVStore()))
+        out = attend(tensors, Segments(table, KVStore(), CpuKernel()))
         out.sum().backward()
         grown = memory.peak_bytes - before
     assert grown < 16 * tokens * HEADS * HEAD_DIM * 4
@@ -127,7 +123,9 @@ def test_a_chunk_without_its_segment_table_is_refused() -> None:
     """CASES A2, A9: never run unisolated."""
     with pytest.raises(AssertionError, match="without the plan's segment table"):
         chunk_attention(SimpleNamespace(layer_idx=0), *qkv(4), None, scaling=SCALE)
-    short = Segments((Segment(first=0, length=3, sequence=0, start=0, total=3),), KVStore())
+    short = Segments(
+        (Segment(first=0, length=3, sequence=0, start=0, total=3),), KVStore(), CpuKernel()
+    )
     with pytest.raises(AssertionError, match="covers 3 tokens, the chunk has 4"):
         chunk_attention(SimpleNamespace(layer_idx=0), *qkv(4), None, scaling=SCALE, segments=short)
 
@@ -140,9 +138,8 @@ def test_the_cuda_kernel_equals_the_cpu_kernel() -> None:
     results = []
     for device, kernel in (("cpu", CpuKernel()), ("cuda", BlockKernel())):
         q, k, v, g = (t.to(device) for t in (*tensors, grad))
-        out, lse = kernel.forward(q, k, v, True, SCALE)
-        results.append(
-            [t.cpu() for t in (out, lse, *kernel.backward(g, q, k, v, out, lse, True, SCALE))]
-        )
+        attended = kernel.forward(q, k, v, True, SCALE)
+        gradients = kernel.backward(g, q, k, v, attended, True, SCALE)
+        results.append([t.cpu() for t in (*attended, *gradients)])
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-4)

@@ -1,12 +1,11 @@
-"""Loss and EVERY gradient against the unsplit model, for slices, packs, recompute, stages and architectures."""
+"""Loss and EVERY gradient against the unsplit model, for all ways to cut, recompute and stage."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 
+from tests.runtime.cuts import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
 from tests.runtime.replay import (
     MemoryDataset,
     assert_equal,
@@ -16,26 +15,6 @@ from tests.runtime.replay import (
     replay,
     small_model,
 )
-
-RECOMPUTE = {
-    "none": lambda stage, chunk: 0,
-    "all": lambda stage, chunk: 99,
-    "mixed": lambda stage, chunk: (stage + chunk) % 3,
-}
-LAYERS = {1: (4,), 2: (1, 3), 3: (2, 1, 1), 4: (1, 1, 1, 1)}
-
-# Cuts of sequences of 7, 13 and 698 tokens into uneven slices, one of them of length 1.
-CUTS = {
-    2: {7: (1, 6), 13: (8, 5), 698: (500, 198)},
-    3: {7: (3, 3, 1), 13: (1, 5, 7), 698: (300, 1, 397)},
-    4: {7: (1, 2, 3, 1), 13: (4, 4, 4, 1), 698: (100, 250, 47, 301)},
-    5: {7: (1, 1, 1, 1, 3), 13: (2, 3, 1, 3, 4), 698: (211, 103, 97, 1, 286)},
-}
-
-
-def slices(sequence: int, lengths: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
-    starts = itertools.accumulate(lengths, initial=0)
-    return [[(sequence, start, length)] for start, length in zip(starts, lengths, strict=False)]
 
 
 @pytest.mark.parametrize("num_stages", LAYERS)
@@ -48,10 +27,6 @@ def test_slices_equal_the_unsplit_model(num_stages: int, cuts: int, recompute: s
     chunks = [chunk for row, n in enumerate((7, 13, 698)) for chunk in slices(row, CUTS[cuts][n])]
     step = hand_step(header, dataset, [chunks], RECOMPUTE[recompute])
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))
-
-
-HYBRID = [[(0, 0, 5)], [(0, 5, 4)], [(1, 0, 3), (0, 9, 2), (2, 0, 6)]]
-"""A sequence of 11 tokens in three slices; its last one shares a chunk with whole sequences of 3 and 6."""
 
 
 @pytest.mark.parametrize("num_stages", LAYERS)
@@ -97,7 +72,7 @@ def test_grouped_query_attention(heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("loss_norm", ["token", "sequence"])
 def test_replicas_and_loss_norms_and_masked_labels(loss_norm: str) -> None:
-    """CASES C1 to C5, D1: uneven replicas, a sequence without any target alone in its chunk, and masked tokens."""
+    """CASES C1 to C5, D1: uneven replicas, a chunk without any target, and masked tokens."""
     header = hand_header(small_model(), (1, 3), num_replicas=2, loss_norm=loss_norm)
     dataset = MemoryDataset([97, 3, 9, 1])
     dataset.examples[2].labels[:] = -100
@@ -141,7 +116,7 @@ def test_a_zero_target_step_is_finite() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("first", [0, 1])
 def test_packed_neighbours_are_isolated_on_every_stage(num_stages: int, first: int) -> None:
-    """CASES A1 to A4: changing every token of one sequence leaves the other's outputs bit-identical on all stages."""
+    """CASES A1 to A4: changing all of one sequence leaves the other's outputs bit-identical."""
     header = hand_header(small_model(), LAYERS[num_stages])
     second = 1 - first
     lengths = (5, 7)

@@ -1,4 +1,4 @@
-"""The same exactness over real processes and gloo: the loss and EVERY gradient against the unsplit model."""
+"""The same exactness over real processes and gloo: loss and EVERY gradient."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
 
-from infinipipe.ir import Header, Step
+from infinipipe.ir import Header, Layout, Step
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.model import StageModel
+from infinipipe.runtime.ranks import Ranks, channel_groups
 from infinipipe.runtime.transport import DistributedTransport
+from tests.runtime.cuts import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
 from tests.runtime.replay import (
     CPU,
     MemoryDataset,
@@ -27,7 +29,6 @@ from tests.runtime.replay import (
     oracle,
     small_model,
 )
-from tests.runtime.test_exactness import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
 
 WORLD = 4
 HARD_TIMEOUT_S = 150
@@ -42,7 +43,7 @@ class Case(msgspec.Struct):
 
 
 def cases() -> dict[str, Case]:
-    """Slices with one of length 1, hybrid chunks, all kinds of recompute, 1 to 4 stages, short-long-short orders."""
+    """One-token slices, hybrid chunks, all kinds of recompute, 1 to 4 stages, short-long-short."""
     found = {}
     for num_stages, cuts, recompute in (
         (1, 2, "mixed"),
@@ -104,13 +105,15 @@ def _worker(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", store=FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD
     )
-    groups = dist.new_group(), dist.new_group()
+    groups = channel_groups()
     everything = msgspec.msgpack.decode((Path(folder) / "cases").read_bytes(), type=list[Case])
     for index, case in enumerate(everything):
         if rank < len(case.header.stages):
             model = StageModel(case.header.model, case.header.stages[rank], CPU)
             model.init_random(0)
-            executor = Executor(case.header, rank, model, DistributedTransport(groups, rank, CPU))
+            layout = Layout(num_stages=len(case.header.stages))
+            transport = DistributedTransport(Ranks(layout, rank).neighbours, groups, CPU)
+            executor = Executor(case.header, rank, model, transport)
             data = StepData(MemoryDataset(case.lengths), case.step, case.header.loss_norm)
             loss = float(executor.run(case.step, case.step.replicas[0], data))
             gradients = {name: p.grad for name, p in model.global_parameters().items()}

@@ -1,4 +1,4 @@
-"""The head's loss piece by piece against the dense one (CASES G1, G2)."""
+"""The head's loss block by block against the dense one (CASES G1, G2)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from infinipipe.runtime.loss import head_loss
 from infinipipe.runtime.memory import CpuMemory
 
 
-@pytest.mark.parametrize("piece", [1, 3, 7, 100])
-def test_pieces_equal_the_dense_loss(piece: int) -> None:
+@pytest.mark.parametrize("block_tokens", [1, 3, 7, 100])
+def test_blocks_equal_the_dense_loss(block_tokens: int) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(11, 6, requires_grad=True)
     weight = torch.randn(20, 6, requires_grad=True)
@@ -26,7 +26,7 @@ def test_pieces_equal_the_dense_loss(piece: int) -> None:
     expected = (losses * weights).sum()
     gradients = torch.autograd.grad(expected, (hidden, weight))
     weight.grad = torch.ones_like(weight)
-    loss = head_loss(hidden, weight, targets, weights, piece)
+    loss = head_loss(hidden, weight, targets, weights, block_tokens)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert torch.allclose(hidden.grad, gradients[0], atol=1e-6)
@@ -45,13 +45,13 @@ def test_large_logits_stay_finite() -> None:
     assert torch.isfinite(weight.grad).all()
 
 
-def test_only_one_piece_of_logits_is_alive() -> None:
-    tokens, vocabulary, piece = 256, 5000, 16
+def test_only_one_block_of_logits_is_alive() -> None:
+    tokens, vocabulary, block_tokens = 256, 5000, 16
     hidden = torch.randn(tokens, 4, requires_grad=True)
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     targets, weights = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), 1 / tokens)
     with CpuMemory((hidden, weight, weight.grad, targets, weights)) as memory:
         before = memory.current_bytes
-        head_loss(hidden, weight, targets, weights, piece).backward()
-        assert memory.peak_bytes - before < 1.2 * piece * vocabulary * 4
+        head_loss(hidden, weight, targets, weights, block_tokens).backward()
+        assert memory.peak_bytes - before < 1.2 * block_tokens * vocabulary * 4

@@ -1,4 +1,4 @@
-"""The count of live bytes, and what a stage needs against what the cost model says (CASES G5, G6, G10)."""
+"""The count of live bytes; what a stage needs by count and by cost model (CASES G5, G6, G10)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from infinipipe.costs.cost import chunk_costs, chunk_loads, replay_memory
-from infinipipe.ir import Op, OpKind, Step
-from infinipipe.ir.verify import verify_step
-from infinipipe.measure.measure import measure_bytes
+from infinipipe.ir import Step
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.profile import Profile
-from infinipipe.runtime.data import StepData
-from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory
-from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.transport import LoopbackTransport
-from infinipipe.runtime.worker import make_optimizer
-from tests.runtime.replay import CPU, MemoryDataset, hand_header, hand_step, small_model
-
-F, B = OpKind.FORWARD, OpKind.BACKWARD
-MODEL = small_model(hidden_size=64, intermediate_size=176, head_dim=16)
+from tests.runtime.replay import CPU, MemoryDataset, hand_header, hand_step
+from tests.runtime.stage_memory import MODEL, gpipe, measure_bytes, predicted_and_measured
 
 
 @pytest.fixture(scope="module")
@@ -59,52 +49,6 @@ def test_saved_activations_count_until_backward() -> None:
         out.backward()
         del out
         assert memory.current_bytes == start + 8 * 8 * 4  # the gradient stays
-
-
-def gpipe(step: Step, in_flight: int) -> Step:
-    """Give the only stage a program that keeps `in_flight` chunks between their F and B."""
-    (replica,) = step.replicas
-    count = len(replica.chunks)
-    forwards, backwards = [Op(F, c) for c in range(count)], [Op(B, c) for c in range(count)]
-    program = forwards[:in_flight]
-    for done in range(count):
-        program += [backwards[done], *forwards[in_flight + done : in_flight + done + 1]]
-    replica = msgspec.structs.replace(replica, programs=(tuple(program),))
-    return msgspec.structs.replace(step, replicas=(replica,))
-
-
-def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
-    """Return the peak bytes of the only stage by the cost model and by count."""
-    header = hand_header(MODEL, (4,), batch_size=100)
-    verify_step(header, step)
-    (replica,) = step.replicas
-    loads = chunk_loads(replica.chunks, step.sequences)
-    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
-    trace = replay_memory(
-        profile,
-        header.stages,
-        0,
-        step.sequences,
-        loads,
-        costs,
-        replica.programs[0],
-        replica.recompute[0],
-    )
-    model = StageModel(MODEL, header.stages[0], CPU)
-    model.init_random(0)
-    parameters = model.global_parameters()
-    optimizer = make_optimizer(parameters, lr=0.0)
-    static = [
-        t
-        for p in parameters.values()
-        for t in (p, p.grad, *optimizer.state[p].values())
-        if t is not None
-    ]
-    executor = Executor(header, 0, model, LoopbackTransport.connect(1)[0])
-    data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
-    with CpuMemory(static) as memory:
-        executor.run(step, replica, data)
-    return float(trace.during.max()), float(memory.peak_bytes)
 
 
 def measured_close(profile: Profile, step: Step) -> float:

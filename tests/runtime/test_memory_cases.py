@@ -1,4 +1,4 @@
-"""What users of other systems met: peaks that grew with the chunks, updates, logits and recompute not counted."""
+"""What users of other systems met: peaks that grew with the chunks, and bytes not counted."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 
 from infinipipe.ir import Chunk, OpKind, Slice, Stage
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.runtime.attention.chunk_attention import KVStore
+from infinipipe.runtime.attention import CpuKernel, KVStore
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.memory import CpuMemory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.worker import make_optimizer
+from infinipipe.runtime.optimizer import make_optimizer
 from tests.runtime.replay import (
     CPU,
     MemoryDataset,
@@ -22,7 +22,7 @@ from tests.runtime.replay import (
     replay,
     small_model,
 )
-from tests.runtime.test_memory import MODEL, gpipe, predicted_and_measured
+from tests.runtime.stage_memory import MODEL, gpipe, predicted_and_measured
 
 PROFILE = analytic_profile(MODEL, "a800-80g")
 
@@ -77,7 +77,7 @@ def whole(num_layers: int) -> Stage:
 
 @pytest.mark.parametrize("recompute", [0, 4])
 def test_logits_are_gone_before_any_layer_is_recomputed(recompute: int) -> None:
-    """One piece of logits outweighs all that the layers of this model ever need."""
+    """One block of logits outweighs all that the layers of this model ever need."""
     tokens, words = 50, 50_000
     model = StageModel(small_model(vocab_size=words), whole(4), CPU)
     model.init_random(0)
@@ -94,7 +94,7 @@ def test_logits_are_gone_before_any_layer_is_recomputed(recompute: int) -> None:
         hidden = model.run_layers(
             model.embed(ids).detach(),
             chunk_positions(chunk),
-            chunk_segments(chunk, step, KVStore()),
+            chunk_segments(chunk, step, KVStore(), CpuKernel()),
             recompute,
         )
         start = memory.current_bytes

@@ -1,4 +1,4 @@
-"""Whole runs of real processes over gloo: equal results on any number of stages, and failures that end at once."""
+"""Whole runs over gloo: equal results on any number of stages, failures that end at once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import InfinipipeError
-from infinipipe.ir import Header, Model, Step
-from infinipipe.ir.file.store import open_plan
+from infinipipe.ir import Header, Model, Step, open_plan
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
 from infinipipe.profiles.analytic import analytic_profile
+from infinipipe.runtime.gradients import MAX_GRAD_NORM
+from infinipipe.runtime.optimizer import make_optimizer
 from infinipipe.runtime.prepare import RunOptions, prepare
-from infinipipe.runtime.worker import MAX_GRAD_NORM, make_optimizer
 from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
 
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
@@ -98,7 +98,7 @@ class FileDataset(MemoryDataset):
 def train_oracle(
     plan: Path, dataset: MemoryDataset
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Train the unsplit model one sequence at a time; return loss and gradient norm per step, and the weights."""
+    """Train the unsplit model one sequence at a time; return loss and norm by step, and weights."""
     header, steps = plan_steps(plan)
     whole = whole_model(header.model, seed=3)
     optimizer = make_optimizer(dict(whole.named_parameters()), LR)
@@ -113,7 +113,7 @@ def train_oracle(
 
 
 def test_stages_and_memory_limits_do_not_change_the_training(tmp_path: Path) -> None:
-    """The same loss, gradient norm and weights on 1, 2 and 3 processes, split and recomputed or not."""
+    """The same loss, norm and weights on 1, 2 and 3 processes, split and recomputed or not."""
     model = small_model(vocab_size=256)
     outputs = {}
     for stages, memory in ((1, 10**9), (2, 10**9), (2, 3 * 10**6), (3, 2 * 10**6)):
@@ -141,7 +141,7 @@ def test_stages_and_memory_limits_do_not_change_the_training(tmp_path: Path) -> 
 
 
 def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
-    """CASES C2, C3, E2, I1 to I3: two replicas of two stages, each with its own lengths, under torchrun."""
+    """CASES C2, C3, E2, I1 to I3: two replicas of two stages, each with its own lengths."""
     model = small_model("qwen3", num_layers=2, tied=True, vocab_size=256)
     plan = compile_small(tmp_path, model, 2, 10**9, num_replicas=2)
     output = tmp_path / "run"
@@ -232,7 +232,7 @@ def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, 
 
 
 def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
-    """CASES F2: kill -9 of one rank. While the run lasts, nothing listens but on the loopback interface."""
+    """CASES F2: kill -9 of one rank. Meanwhile, nothing listens but on the loopback interface."""
     plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
     command = [
         sys.executable,
@@ -256,15 +256,15 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     assert [
         line for line in errors.splitlines() if line.startswith(("error:", "Traceback", "E", "W"))
     ] == [
-        "error: rank 1 was killed by signal 9; if the machine ran out of memory, compile with a lower --memory "
-        "or more --stages"
+        "error: rank 1 was killed by signal 9; if the machine ran out of memory, "
+        "compile with a lower --memory or more --stages"
     ]
     assert not (tmp_path / "run" / "model").exists()
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def _wait_for_workers(parent: int) -> list[int]:
-    """Return the two workers' process ids by rank, which is the order they start in, once they listen."""
+    """Return the two workers' process ids by rank, the order they start in, once they listen."""
     deadline = time.monotonic() + HARD_TIMEOUT_S
     while time.monotonic() < deadline:
         workers = sorted(pid for pid in _children(parent) if b"spawn_main" in _read(pid, "cmdline"))
@@ -418,7 +418,7 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(
     whole = whole_model(model)
     whole.save_pretrained(directory)
     options = dataclasses.replace(options, model=directory)
-    assert prepare(options).model == directory
+    assert prepare(options).options.model == directory
     weights = load_file(directory / "model.safetensors")
     name = "model.layers.3.mlp.up_proj.weight"
 
@@ -437,7 +437,7 @@ def test_checkpoints_that_are_not_the_plans_model_are_refused(
     saved(weight=weights[name].to(torch.int8))
     refused(options, f"weight {name} is I8; only F32, BF16, F16 can be trained", tmp_path)
     saved(weight=weights[name].to(torch.bfloat16))
-    assert prepare(options).model == directory
+    assert prepare(options).options.model == directory
     (directory / "model.safetensors").write_bytes(b"nonsense")
     refused(options, "model.safetensors: cannot be read", tmp_path)
     for index in ("[]", '{"weight_map": null}', '{"weight_map": {"a": 3}}', "{"):

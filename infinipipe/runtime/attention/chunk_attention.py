@@ -10,295 +10,175 @@ kernel's own backward gives each part's exact gradients.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from infinipipe.runtime.attention.kernels import Attended, Gradients, Kernel
+from infinipipe.runtime.attention.kv_store import KVStore, Slot
+from infinipipe.runtime.attention.segments import Segment
+
 ATTENTION_NAME = "infinipipe"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One slice's place in a chunk."""
-
-    first: int
-    """Its first token in the chunk."""
-    length: int
-    sequence: int
-    """Index into the step's sequences."""
-    start: int
-    """Its context: the sequence's tokens before it."""
-    total: int
-    """Tokens of the whole sequence."""
-
-    @property
-    def last(self) -> int:
-        """One past its last token in the chunk."""
-        return self.first + self.length
-
-    @property
-    def stop(self) -> int:
-        """One past its last token in the sequence."""
-        return self.start + self.length
-
-    @property
-    def split(self) -> bool:
-        """Whether it is only a part of its sequence."""
-        return self.length != self.total
-
-
-class Slot:
-    """K and V of one split sequence on one layer, shape (1, kv heads, tokens, head dim), and their gradients."""
-
-    def __init__(self, key: Tensor, total: int) -> None:
-        shape = (1, key.shape[1], total, key.shape[3])
-        self.key = key.new_empty(shape)
-        self.value = key.new_empty(shape)
-        self._gradients: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Accumulators of dK and dV in float32, made at the sequence's first backward."""
-        if self._gradients is None:
-            zeros = torch.zeros_like(self.key, dtype=torch.float32)
-            self._gradients = zeros, torch.zeros_like(zeros)
-        return self._gradients
-
-
-class KVStore:
-    """The slots of a stage, by sequence and layer."""
-
-    def __init__(self) -> None:
-        self._slots: dict[int, dict[int, Slot]] = {}
-
-    def write(self, segment: Segment, layer: int, key: Tensor, value: Tensor) -> Slot:
-        """Put a slice's K and V into the sequence's slot; recompute writes the same again."""
-        layers = self._slots.setdefault(segment.sequence, {})
-        slot = layers.get(layer)
-        if slot is None:
-            slot = layers[layer] = Slot(key, segment.total)
-        slot.key[:, :, segment.start : segment.stop] = key
-        slot.value[:, :, segment.start : segment.stop] = value
-        return slot
-
-    def slot(self, segment: Segment, layer: int) -> Slot:
-        """Return the slot that an earlier `write` filled."""
-        return self._slots[segment.sequence][layer]
-
-    def free(self, sequence: int) -> None:
-        """Drop a sequence whose first slice's backward is done."""
-        del self._slots[sequence]
-
-    def __len__(self) -> int:
-        """Count the sequences that have a slot."""
-        return len(self._slots)
+"""Under which transformers finds `chunk_attention`; none of its own has this name."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A chunk's segment table, with the store that keeps its split sequence's K and V."""
+    """A chunk's segment table, and what it takes to attend by it."""
 
     table: tuple[Segment, ...]
     store: KVStore
+    """Where K and V of the chunk's split sequence are."""
+    kernel: Kernel
 
 
-class Kernel(Protocol):
-    """Attention of (1, heads, tokens, head dim) queries on keys and values with fewer or as many heads."""
+class _Backward(NamedTuple):
+    """What a slice's queries bring to the backward of their attention."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output and its log-sum-exp in float32, shape (1, heads, tokens)."""
+    kernel: Kernel
+    grad: Tensor
+    query: Tensor
+    attended: Attended
+    scale: float
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v, for an output and log-sum-exp that may cover more keys than these."""
-
-
-class CpuKernel:
-    """PyTorch's flash attention for CPUs."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = op(q, k, v, 0.0, causal, scale=scale)
-        return out, lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-        return dq, dk, dv
-
-
-class BlockKernel:
-    """Plain matrix products over blocks of queries: any device and precision, memory linear in the keys."""
-
-    block = 512
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        k, v = _repeat(k, q), _repeat(v, q)
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-        for rows in self._blocks(q):
-            scores = self._scores(q, k, rows, causal, scale)
-            lse[:, :, rows] = scores.logsumexp(-1)
-            out[:, :, rows] = (scores - lse[:, :, rows, None]).exp_().to(v.dtype) @ v
-        return out, lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        groups = k.shape[1]
-        k, v = _repeat(k, q), _repeat(v, q)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        delta = (grad.float() * out.float()).sum(-1, keepdim=True)
-        for rows in self._blocks(q):
-            weights = (self._scores(q, k, rows, causal, scale) - lse[:, :, rows, None]).exp_()
-            block = grad[:, :, rows]
-            dv += weights.to(v.dtype).transpose(-1, -2) @ block
-            inner = (
-                ((block @ v.transpose(-1, -2)).float() - delta[:, :, rows])
-                .mul_(weights)
-                .mul_(scale)
-                .to(q.dtype)
-            )
-            dq[:, :, rows] = inner @ k
-            dk += inner.transpose(-1, -2) @ q[:, :, rows]
-        return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
-
-    def _blocks(self, q: Tensor) -> list[slice]:
-        return [slice(a, min(a + self.block, q.shape[2])) for a in range(0, q.shape[2], self.block)]
-
-    def _scores(self, q: Tensor, k: Tensor, rows: slice, causal: bool, scale: float) -> Tensor:
-        scores = (q[:, :, rows] @ k.transpose(-1, -2)).float() * scale
-        if causal:
-            row = torch.arange(rows.start, rows.stop, device=q.device)
-            scores.masked_fill_(
-                torch.arange(k.shape[2], device=q.device) > row[:, None], float("-inf")
-            )
-        return scores
-
-
-def _repeat(tensor: Tensor, q: Tensor) -> Tensor:
-    return tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1)
-
-
-def kernel_for(device: torch.device) -> Kernel:
-    """Choose the attention kernel of a device."""
-    return CpuKernel() if device.type == "cpu" else BlockKernel()
-
-
-def _merge(own: Tensor, own_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine attention over two disjoint sets of keys into attention over both."""
-    lse = torch.logaddexp(own_lse, other_lse)
-    out = own * (own_lse - lse).exp()[..., None].to(own.dtype)
-    out += other * (other_lse - lse).exp()[..., None].to(own.dtype)
-    return out, lse
+    def against(self, key: Tensor, value: Tensor, *, causal: bool) -> Gradients:
+        """Return what some of the keys contribute to the gradients."""
+        return self.kernel.backward(
+            self.grad, self.query, key, value, self.attended, causal, self.scale
+        )
 
 
 class _ChunkAttention(torch.autograd.Function):
-    """Attention of one layer over one chunk. Keeps q, output and log-sum-exp; K and V of whole sequences only."""
+    """Attention of one layer over one chunk.
+
+    Keeps queries, output and log-sum-exp; K and V of whole sequences only, as the others' are in
+    their slots.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: int, segments: Segments, scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        segments: Segments,
+        scale: float,
     ) -> Tensor:
-        kernel = kernel_for(q.device)
-        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        batch, heads, num_tokens, head_dim = query.shape
+        # Tokens before heads in memory: the layer's next product then reads it without a copy.
+        out = query.new_empty(batch, num_tokens, heads, head_dim).transpose(1, 2)
+        lse = query.new_empty(batch, heads, num_tokens, dtype=torch.float32)
         for segment in segments.table:
-            own = slice(segment.first, segment.last)
-            part, part_lse = kernel.forward(q[:, :, own], k[:, :, own], v[:, :, own], True, scale)
+            rows = segment.rows
+            own_query = query[:, :, rows]
+            own_key = key[:, :, rows]
+            own_value = value[:, :, rows]
+            attended = segments.kernel.forward(own_query, own_key, own_value, True, scale)
             if segment.split:
-                slot = segments.store.write(segment, layer, k[:, :, own], v[:, :, own])
-                if segment.start:
-                    context = slice(0, segment.start)
-                    other = kernel.forward(
-                        q[:, :, own],
-                        slot.key[:, :, context],
-                        slot.value[:, :, context],
-                        False,
-                        scale,
-                    )
-                    part, part_lse = _merge(part, part_lse, *other)
-            out[:, :, own], lse[:, :, own] = part, part_lse
-        whole = any(not segment.split for segment in segments.table)
-        ctx.save_for_backward(q, out, lse, *((k, v) if whole else ()))
-        ctx.layer, ctx.segments, ctx.scale = layer, segments, scale
-        ctx.kv_shape = k.shape
+                slot = segments.store.write(segment, layer, own_key, own_value)
+                attended = _add_context(segments.kernel, attended, segment, slot, own_query, scale)
+            out[:, :, rows] = attended.out
+            lse[:, :, rows] = attended.lse
+        if all(segment.split for segment in segments.table):
+            ctx.save_for_backward(query, out, lse)
+        else:
+            ctx.save_for_backward(query, out, lse, key, value)
+        ctx.layer = layer
+        ctx.segments = segments
+        ctx.scale = scale
+        ctx.kv_shape = key.shape
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, out, lse, *kv = ctx.saved_tensors
-        kernel, scale, segments = kernel_for(q.device), ctx.scale, ctx.segments
-        dq, dk, dv = torch.empty_like(q), q.new_empty(ctx.kv_shape), q.new_empty(ctx.kv_shape)
+        query, out, lse, *key_and_value = ctx.saved_tensors
+        segments = ctx.segments
+        gradients = Gradients(
+            query=torch.empty_like(query),
+            key=query.new_empty(ctx.kv_shape),
+            value=query.new_empty(ctx.kv_shape),
+        )
         for segment in segments.table:
-            own = slice(segment.first, segment.last)
-            shared = grad[:, :, own], q[:, :, own]
-            merged = out[:, :, own], lse[:, :, own]
-            if not segment.split:
-                k, v = kv
-                parts = kernel.backward(*shared, k[:, :, own], v[:, :, own], *merged, True, scale)
-                dq[:, :, own], dk[:, :, own], dv[:, :, own] = parts
-                continue
-            slot = segments.store.slot(segment, ctx.layer)
-            here, context = slice(segment.start, segment.stop), slice(0, segment.start)
-            dkey, dvalue = slot.gradients
-            parts = kernel.backward(
-                *shared, slot.key[:, :, here], slot.value[:, :, here], *merged, True, scale
+            rows = segment.rows
+            attended = Attended(out[:, :, rows], lse[:, :, rows])
+            backward = _Backward(
+                kernel=segments.kernel,
+                grad=grad[:, :, rows],
+                query=query[:, :, rows],
+                attended=attended,
+                scale=ctx.scale,
             )
-            dq[:, :, own] = parts[0]
-            # Later slices have left what they ask of this one's K and V; their backward always comes first.
-            dk[:, :, own] = dkey[:, :, here] + parts[1]
-            dv[:, :, own] = dvalue[:, :, here] + parts[2]
-            if segment.start:
-                parts = kernel.backward(
-                    *shared,
-                    slot.key[:, :, context],
-                    slot.value[:, :, context],
-                    *merged,
-                    False,
-                    scale,
-                )
-                dq[:, :, own] += parts[0]
-                dkey[:, :, context] += parts[1]
-                dvalue[:, :, context] += parts[2]
-        return dq, dk, dv, None, None, None
+            into = Gradients(
+                query=gradients.query[:, :, rows],
+                key=gradients.key[:, :, rows],
+                value=gradients.value[:, :, rows],
+            )
+            if segment.split:
+                slot = segments.store.slot(segment, ctx.layer)
+                _backward_of_split(backward, segment, slot, into)
+            else:
+                key, value = key_and_value
+                _backward_of_whole(backward, key[:, :, rows], value[:, :, rows], into)
+        return *gradients, None, None, None
+
+
+def _add_context(
+    kernel: Kernel, own: Attended, segment: Segment, slot: Slot, query: Tensor, scale: float
+) -> Attended:
+    """Extend a slice's attention over its own tokens to those before it."""
+    if segment.start == 0:
+        return own
+    key = slot.key[:, :, segment.context]
+    value = slot.value[:, :, segment.context]
+    # Every token of the context comes before every query, so nothing is masked.
+    context = kernel.forward(query, key, value, False, scale)
+    return _merge(own, context)
+
+
+def _merge(own: Attended, other: Attended) -> Attended:
+    """Combine attention over two disjoint sets of keys into attention over both."""
+    lse = torch.logaddexp(own.lse, other.lse)
+    out = own.out * _share(own, lse)
+    out += other.out * _share(other, lse)
+    return Attended(out, lse)
+
+
+def _share(part: Attended, lse: Tensor) -> Tensor:
+    """Return how much of all exponentials is a part's, (1, heads, tokens, 1)."""
+    share = (part.lse - lse).exp()
+    return share[..., None].to(part.out.dtype)
+
+
+def _backward_of_whole(backward: _Backward, key: Tensor, value: Tensor, into: Gradients) -> None:
+    own = backward.against(key, value, causal=True)
+    into.query.copy_(own.query)
+    into.key.copy_(own.key)
+    into.value.copy_(own.value)
+
+
+def _backward_of_split(backward: _Backward, segment: Segment, slot: Slot, into: Gradients) -> None:
+    """Write a slice's gradients, and leave in the slot what it asks of the tokens before it."""
+    key_gradient, value_gradient = slot.gradients
+    span = segment.span
+    own_key = slot.key[:, :, span]
+    own_value = slot.value[:, :, span]
+    own = backward.against(own_key, own_value, causal=True)
+    into.query.copy_(own.query)
+    # Later slices have left what they ask of this one's K and V; their backward comes first.
+    into.key.copy_(key_gradient[:, :, span] + own.key)
+    into.value.copy_(value_gradient[:, :, span] + own.value)
+    if segment.start == 0:
+        return
+    before = segment.context
+    context_key = slot.key[:, :, before]
+    context_value = slot.value[:, :, before]
+    context = backward.against(context_key, context_value, causal=False)
+    into.query.add_(context.query)
+    # Earlier slices find it when their backward runs.
+    key_gradient[:, :, before] += context.key
+    value_gradient[:, :, before] += context.value
 
 
 def chunk_attention(
@@ -313,13 +193,20 @@ def chunk_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' interface asks: (1, heads, tokens, head dim) to (1, tokens, heads, head dim)."""
+    """Attend as transformers' interface asks.
+
+    Takes (1, heads, tokens, head dim) and returns (1, tokens, heads, head dim).
+    """
     assert segments is not None, "a decoder layer was called without the plan's segment table"
     assert attention_mask is None, "boundaries come from the segment table, not from a mask"
     assert sliding_window is None, "sliding-window attention is refused when the model is read"
     assert dropout == 0.0, "attention dropout is refused when the model is read"
-    assert segments.table[-1].last == query.shape[2], (
-        f"the segment table covers {segments.table[-1].last} tokens, the chunk has {query.shape[2]}"
+    num_tokens = query.shape[2]
+    covered = segments.table[-1].last
+    assert covered == num_tokens, (
+        f"the segment table covers {covered} tokens, the chunk has {num_tokens}"
     )
-    out = _ChunkAttention.apply(query, key, value, module.layer_idx, segments, scaling)  # type: ignore[no-untyped-call]
+    out = _ChunkAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, module.layer_idx, segments, scaling
+    )
     return out.transpose(1, 2), None

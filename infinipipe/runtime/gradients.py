@@ -1,0 +1,100 @@
+"""Gradients of a step: summed over the ranks that share a weight, measured, clipped and zeroed."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from infinipipe.runtime.model import EMBEDDING, HEAD
+from infinipipe.runtime.ranks import Groups, Ranks
+
+MAX_GRAD_NORM = 1.0
+"""The usual limit of LLM training: it bounds what one step with a bad batch can do."""
+_TINY = 1e-6
+"""Added to the norm, as `torch.nn.utils.clip_grad_norm_` does, so that 0 can be divided by."""
+
+
+class Totals(NamedTuple):
+    """Of a step, over all ranks."""
+
+    loss: float
+    grad_norm: float
+
+
+class Gradients:
+    """The gradients of one stage's parameters.
+
+    Args:
+        parameters: by global name, with gradients allocated.
+        ranks: this process.
+        groups: the groups it talks in.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], ranks: Ranks, groups: Groups) -> None:
+        self._parameters = parameters
+        self._num_copies = ranks.num_copies
+        self._copies = groups.copies
+        self._tied = groups.tied
+        self._tied_name: str | None = None
+        if groups.tied is not None:
+            self._tied_name = EMBEDDING if ranks.stage_index == 0 else HEAD
+
+    def sum_over_ranks(self) -> None:
+        """Add up every gradient over the ranks that hold its weight.
+
+        All transfers are begun before any is waited for, so that they go as one.
+        """
+        works: list[dist.Work | None] = []
+        for name, gradient in self._by_name().items():
+            # One sum over both copies of a tied weight and all replicas at once; the two copies
+            # then take the same update.
+            group = self._tied if name == self._tied_name else self._copies
+            if group is not None:
+                works.append(dist.all_reduce(gradient, group=group, async_op=True))
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def totals(self, loss: Tensor) -> Totals:
+        """Return the loss and the gradients' norm over all ranks, after `sum_over_ranks`.
+
+        Args:
+            loss: a scalar, this rank's part of the loss.
+        """
+        squares = self._sum_of_squares()
+        # Every copy holds the same gradients by now, but only its own chunks' loss.
+        both = torch.stack([loss.double(), squares / self._num_copies])
+        dist.all_reduce(both)
+        return Totals(loss=float(both[0]), grad_norm=math.sqrt(float(both[1])))
+
+    def clip(self, grad_norm: float) -> None:
+        """Scale all gradients so that a norm beyond `MAX_GRAD_NORM` becomes that."""
+        scale = min(1.0, MAX_GRAD_NORM / (grad_norm + _TINY))
+        if scale < 1.0:
+            for gradient in self._by_name().values():
+                gradient.mul_(scale)
+
+    def zero(self) -> None:
+        """Set all gradients to zero, in place."""
+        for gradient in self._by_name().values():
+            gradient.zero_()
+
+    def _by_name(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            assert parameter.grad is not None
+            gradients[name] = parameter.grad
+        return gradients
+
+    def _sum_of_squares(self) -> Tensor:
+        """Return this rank's sum in float64; a tied weight counts once, where it embeds."""
+        gradients = self._by_name()
+        if self._tied_name == HEAD:
+            del gradients[HEAD]
+        # Float64, as a stage's squares may be billions of very different size.
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients.values()]
+        return torch.stack(norms).square().sum()

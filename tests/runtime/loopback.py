@@ -1,0 +1,62 @@
+"""A transport within one process, whose stages are threads."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from infinipipe.runtime.ranks import Channel
+from infinipipe.runtime.transport import Shape
+
+TIMEOUT_S = 60.0
+"""A stage that waits so long for another hangs, and its test fails."""
+
+Queue = queue.Queue[Tensor]
+
+
+class LoopbackTransport:
+    """See `infinipipe.runtime.transport.Transport`.
+
+    It never blocks a sender, and checks shapes and types of what arrives.
+    """
+
+    def __init__(self, sources: Mapping[Channel, Queue], targets: Mapping[Channel, Queue]) -> None:
+        self._sources = sources
+        self._targets = targets
+        self._expected: dict[Channel, deque[tuple[Shape, torch.dtype]]] = {}
+
+    @staticmethod
+    def connect(num_stages: int) -> list[LoopbackTransport]:
+        """Return the transports of a pipeline's stages."""
+        # Queue i lies between stages i - 1 and i; those at both ends stay empty.
+        down = [Queue() for _ in range(num_stages + 1)]
+        up = [Queue() for _ in range(num_stages + 1)]
+        return [
+            LoopbackTransport(
+                sources={Channel.DOWNSTREAM: down[s], Channel.UPSTREAM: up[s + 1]},
+                targets={Channel.DOWNSTREAM: down[s + 1], Channel.UPSTREAM: up[s]},
+            )
+            for s in range(num_stages)
+        ]
+
+    def begin(self, channel: Channel, shapes: Iterable[Shape], dtype: torch.dtype) -> None:
+        self._expected[channel] = deque((shape, dtype) for shape in shapes)
+
+    def receive(self, channel: Channel) -> Tensor:
+        tensor = self._sources[channel].get(timeout=TIMEOUT_S)
+        shape, dtype = self._expected[channel].popleft()
+        actual = tuple(tensor.shape)
+        assert actual == shape, f"received {actual}, the plan says {shape}"
+        assert tensor.dtype == dtype, f"received {tensor.dtype}, the plan says {dtype}"
+        return tensor
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        self._targets[channel].put(tensor)
+
+    def finish(self) -> None:
+        for channel, expected in self._expected.items():
+            assert not expected, f"the step ended with {len(expected)} tensors to come on {channel}"

@@ -1,0 +1,76 @@
+"""What a stage needs by count and by the cost model."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from infinipipe.costs.cost import chunk_costs, chunk_loads, replay_memory
+from infinipipe.ir import Model, Op, OpKind, Step, verify_step
+from infinipipe.measure.bench import Bench
+from infinipipe.measure.footprint import Footprint
+from infinipipe.profiles.profile import Bytes, Profile
+from infinipipe.runtime.data import StepData
+from infinipipe.runtime.executor import Executor
+from infinipipe.runtime.memory import CpuMemory, track_memory
+from infinipipe.runtime.model import StageModel
+from infinipipe.runtime.optimizer import make_optimizer
+from tests.runtime.loopback import LoopbackTransport
+from tests.runtime.replay import CPU, MemoryDataset, hand_header, small_model
+
+F, B = OpKind.FORWARD, OpKind.BACKWARD
+MODEL = small_model(hidden_size=64, intermediate_size=176, head_dim=16)
+
+
+def measure_bytes(model: Model, device: torch.device) -> Bytes:
+    """Measure only the bytes of a model, as profiling does."""
+    bench = Bench(model, device)
+    with track_memory(device, ()) as memory:
+        bench.warm_up()
+        return Footprint(bench, memory).count()
+
+
+def gpipe(step: Step, in_flight: int) -> Step:
+    """Give the only stage a program that keeps `in_flight` chunks between their F and B."""
+    (replica,) = step.replicas
+    count = len(replica.chunks)
+    forwards, backwards = [Op(F, c) for c in range(count)], [Op(B, c) for c in range(count)]
+    program = forwards[:in_flight]
+    for done in range(count):
+        program += [backwards[done], *forwards[in_flight + done : in_flight + done + 1]]
+    replica = msgspec.structs.replace(replica, programs=(tuple(program),))
+    return msgspec.structs.replace(step, replicas=(replica,))
+
+
+def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
+    """Return the peak bytes of the only stage by the cost model and by count."""
+    header = hand_header(MODEL, (4,), batch_size=100)
+    verify_step(header, step)
+    (replica,) = step.replicas
+    loads = chunk_loads(replica.chunks, step.sequences)
+    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
+    trace = replay_memory(
+        profile,
+        header.stages,
+        0,
+        step.sequences,
+        loads,
+        costs,
+        replica.programs[0],
+        replica.recompute[0],
+    )
+    model = StageModel(MODEL, header.stages[0], CPU)
+    model.init_random(0)
+    parameters = model.global_parameters()
+    optimizer = make_optimizer(parameters, lr=0.0)
+    static = [
+        t
+        for p in parameters.values()
+        for t in (p, p.grad, *optimizer.state[p].values())
+        if t is not None
+    ]
+    executor = Executor(header, 0, model, LoopbackTransport.connect(1)[0])
+    data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
+    with CpuMemory(static) as memory:
+        executor.run(step, replica, data)
+    return float(trace.during.max()), float(memory.peak_bytes)
