@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run_python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run_example(name: str, *arguments: object) -> str:
-    command = [sys.executable, "-W", "error", EXAMPLES / name, *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    done = run_python("-W", "error", EXAMPLES / name, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_dataset_of_the_standard_library(tmp_path: Path) -> None:

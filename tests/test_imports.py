@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.plans import write_plan
+from tests.processes import run_python
 
 PROBE = """
 import sys
@@ -19,12 +18,8 @@ assert not heavy, heavy
 
 
 def run_without_torch(code: str, cwd: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROBE.format(code=code)],
-        cwd=cwd,
-        check=True,
-        timeout=60,
-    )
+    done = run_python("-W", "error", "-c", PROBE.format(code=code), cwd=cwd)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -72,6 +67,9 @@ def test_command_starts_no_torch(command: str, tmp_path: Path) -> None:
 
 def test_compile_starts_no_torch(tmp_path: Path) -> None:
     (tmp_path / "dataset.jsonl").write_text('{"text": "some words"}\n{"text": "more"}\n')
-    commands = (["profile", "--analytic", "a100-80g"], ["compile", "dataset.jsonl"])
-    code = f"from infinipipe.cli import run_command\nfor command in {commands!r}: assert run_command(command) == 0"
+    code = """
+from infinipipe.cli import run_command
+assert run_command(["profile", "--analytic", "a100-80g"]) == 0
+assert run_command(["compile", "dataset.jsonl"]) == 0
+"""
     run_without_torch(code, tmp_path)

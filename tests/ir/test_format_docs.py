@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import msgpack
@@ -16,6 +14,7 @@ from infinipipe.ir import FORMAT_VERSION, Header, Replica, Search, Step, show_pr
 from infinipipe.ir.file.encoding import TRAILER_BYTES, Index, Totals
 from infinipipe.ir.plan import DatasetInfo, Model, Stage
 from tests.plans import make_header, make_model, write_plan
+from tests.processes import run_python
 
 TEXT = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text()
 EXAMPLE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[0]
@@ -25,15 +24,9 @@ def test_the_example_is_short_and_reads_a_plan(tmp_path: Path) -> None:
     steps = write_plan(tmp_path / "plan.msgpack", make_header(num_stages=3))
     assert len(EXAMPLE.splitlines()) <= 15
     assert set(re.findall(r"import (\w+)", EXAMPLE)) == {"msgpack"}
-    result = subprocess.run(
-        [sys.executable, "-c", EXAMPLE],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    lines = result.stdout.splitlines()
+    done = run_python("-c", EXAMPLE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert lines[0] == "3 stages, 2 steps, by-hand"
     assert lines[2] == f"1 {show_program(1, steps[0].replicas[0].programs[1])}"
     assert "[(16, 24, 24), (0, 7, 7)]" in lines
