@@ -7,8 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +15,9 @@ import pytest
 
 from infinipipe.cli import entry as cli
 from infinipipe.cli import run_command
+from tests.processes import run_infinipipe
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "infinipipe"]
 TEXT = "def f(x):\n    return x + 1\n"
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
 
@@ -504,14 +502,7 @@ def test_an_interrupt_is_no_traceback(
 def test_a_closed_pipe_is_no_traceback(plan: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.run(
-        [*COMMAND, "inspect", plan, "--all"],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    process = run_infinipipe("inspect", plan, "--all", stdout=write)
     os.close(write)
     assert (process.returncode, process.stderr) == (1, "")
 
@@ -535,14 +526,7 @@ def test_the_main_job_needs_no_option(tmp_path: Path) -> None:
         tmp_path / "dataset.jsonl", *({"text": (TEXT * (n // len(TEXT) + 1))[:n]} for n in LENGTHS)
     )
     for arguments in (["profile"], ["compile", "dataset.jsonl"], ["run", "plan.msgpack"]):
-        process = subprocess.run(
-            [*COMMAND, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        process = run_infinipipe(*arguments, cwd=tmp_path)
         assert (process.returncode, process.stdout) == (0, ""), process.stderr
     (metrics,) = map(
         json.loads, (tmp_path / "infinipipe-run" / "metrics.jsonl").read_text().splitlines()
