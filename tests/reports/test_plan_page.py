@@ -18,6 +18,7 @@ from infinipipe.ir import Header, Step
 from infinipipe.reports import plan_page as page_module
 from infinipipe.reports.plan_page import plan_page
 from tests.plans import make_header, make_spans, make_step
+from tests.processes import wait_until
 
 HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>&amp;${1}{{plotly}}"
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=3)
@@ -128,11 +129,8 @@ def show(browser: Any, folder: Path, header: Header, steps: list[Step]) -> None:
 
 
 def wait_for(browser: Any, drawn: str) -> None:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(browser, 30).until(
-        lambda b: b.execute_script("return document.body.dataset.drawn") == drawn
-    )
+    script = "return document.body.dataset.drawn"
+    wait_until(lambda: browser.execute_script(script) == drawn, f"{drawn} is drawn")
 
 
 def num_bars(browser: Any) -> int:
@@ -216,7 +214,6 @@ def test_limits_and_bubbles_are_drawn(browser: Any, tmp_path: Path) -> None:
 def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
     from selenium.webdriver.common.actions.action_builder import ActionBuilder
     from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
 
     show(browser, tmp_path, HEADER, STEPS)
     box = browser.execute_script(
@@ -228,7 +225,7 @@ def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
         int(box["x"] + 0.8 * box["width"]), int(box["y"] + box["height"] / 2)
     )
     mouse.perform()
-    WebDriverWait(browser, 10).until(lambda b: b.find_elements(By.CSS_SELECTOR, ".hovertext"))
+    wait_until(lambda: browser.find_elements(By.CSS_SELECTOR, ".hovertext"), "it hovers")
     lines = browser.find_elements(By.CSS_SELECTOR, ".hovertext .line")
     assert [line.text for line in lines] == [
         "0B1: hybrid chunk of 15 tokens",
