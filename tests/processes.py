@@ -91,7 +91,7 @@ def wait_until(look: Callable[[], Found | None], what: str) -> Found:
     """Look again and again until something is there, and return it.
 
     Raises:
-        AssertionError: it did not come; says what.
+        AssertionError: it did not come; says `what` was waited for.
     """
     deadline = time.monotonic() + HARD_LIMIT_S
     while time.monotonic() < deadline:
@@ -99,7 +99,7 @@ def wait_until(look: Callable[[], Found | None], what: str) -> Found:
         if found:
             return found
         time.sleep(_POLL_S)
-    raise AssertionError(f"after {HARD_LIMIT_S} s: {what}")
+    raise AssertionError(f"waited {HARD_LIMIT_S} s in vain until {what}")
 
 
 def kill_family(parent: int) -> None:
