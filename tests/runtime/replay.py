@@ -36,6 +36,7 @@ from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
 from infinipipe.runtime.transport import LoopbackTransport
 from tests.plans import make_header, order_1f1b
+from tests.processes import HARD_LIMIT_S
 
 CPU = torch.device("cpu")
 
@@ -164,7 +165,7 @@ def replay(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) ->
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=HARD_LIMIT_S)
             assert not thread.is_alive(), "a stage hangs"
         for stage in stages:
             if stage.error is not None:
