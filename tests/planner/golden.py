@@ -235,7 +235,7 @@ def check() -> bool:
         if name not in actual:
             print(f"no longer planned: {name}")
         elif actual[name].rounded == expected[name].rounded:
-            print(f"differs beyond nine digits: {name}")
+            print(f"differs only beyond nine digits: {name}")
         else:
             print(f"differs: {name}")
     return not differing
