@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from infinipipe.dataset import BYTES, Dataset, RowReader, open_dataset
-from infinipipe.errors import InputError
+from infinipipe.dataset import (
+    BYTES,
+    IDS,
+    LENGTHS,
+    Dataset,
+    RowReader,
+    check_same_dataset,
+    open_dataset,
+    tokenizer_sha256,
+)
+from infinipipe.errors import InputError, PlanFileError
 
 
 def write(tmp_path: Path, *lines: Any, name: str = "dataset.jsonl") -> Path:
@@ -202,14 +211,20 @@ BAD_LINES = {
     b'{"other": 1}': "has none of input_ids, text and length",
     b"{}": "has none of input_ids, text and length",
     b'{"text": "x", "labels": [1]}': "labels without input_ids",
-    b'{"input_ids": [1, 300]}': r"input_ids\[1\] is 300, not between 0 and 299 \(the model's vocabulary\)",
+    b'{"input_ids": [1, 300]}': (
+        r"input_ids\[1\] is 300, not between 0 and 299 \(the model's vocabulary\)"
+    ),
     b'{"input_ids": [1, 2, -1]}': r"input_ids\[2\] is -1, not between",
-    b'{"input_ids": [99999999999999999999999]}': r"input_ids\[0\] is 99999999999999999999999, not between",
+    b'{"input_ids": [99999999999999999999999]}': (
+        r"input_ids\[0\] is 99999999999999999999999, not between"
+    ),
     b'{"input_ids": [true]}': "Expected `int`, got `bool`",
     b'{"input_ids": [1.0]}': "Expected `int`, got `float`",
     b'{"input_ids": "12"}': "Expected `array",
     b'{"input_ids": [1, 2], "labels": [1]}': "1 labels for 2 input_ids",
-    b'{"input_ids": [1, 2], "labels": [-100, 300]}': r"labels\[1\] is 300, not between 0 and 299 .* nor -100",
+    b'{"input_ids": [1, 2], "labels": [-100, 300]}': (
+        r"labels\[1\] is 300, not between 0 and 299 .* nor -100"
+    ),
     b'{"input_ids": [1, 2], "labels": [-1, 2]}': r"labels\[0\] is -1",
     b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "is not a usable JSON object",
 }
@@ -256,3 +271,37 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     assert calls == sorted(calls)
     assert calls[-1] == (size, size)
     assert len(calls) == 3
+
+
+def test_a_dataset_is_known_by_its_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path, {"length": 7})
+    info = opened(path).info
+    check_same_dataset(path, info)
+    check_same_dataset(path.rename(tmp_path / "moved.jsonl"), info)
+    write(tmp_path, {"length": 8})
+    with pytest.raises(
+        PlanFileError, match=r"dataset.jsonl: is not the dataset .*, the plan says "
+    ):
+        check_same_dataset(path, info)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.jsonl", "'nowhere.jsonl': No such file or directory; name the plan's dataset"),
+        ("/dev/zero", "/dev/zero: is not a file; name the plan's dataset with --data"),
+        ("a\0b", r"'a\\x00b': embedded null byte; name the plan's dataset with --data"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_named(tmp_path: Path, path: str, message: str) -> None:
+    info = opened(write(tmp_path, {"length": 7})).info
+    with pytest.raises(InputError, match=message):
+        check_same_dataset(Path(path), info)
+
+
+def test_digests_of_tokenizers(tmp_path: Path) -> None:
+    assert [tokenizer_sha256(name) for name in (BYTES, IDS, LENGTHS)] == ["", "", ""]
+    with pytest.raises(
+        InputError, match=r"tokenizer.json: No such file .*; text needs the tokenizer of the"
+    ):
+        tokenizer_sha256(str(tmp_path))

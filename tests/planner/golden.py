@@ -1,7 +1,7 @@
 """Plans that must not change: every policy on twenty inputs, kept by digest in `golden.json`.
 
-    python -m tests.planner.golden check        # plan all of them again, some minutes; prints what differs
-    python -m tests.planner.golden write        # after a change that is meant to change plans
+    python -m tests.planner.golden check    # plan all again, some minutes; prints what differs
+    python -m tests.planner.golden write    # after a change that is meant to change plans
 
 `test_golden.py` plans a few of them in every run of the tests.
 """
@@ -12,10 +12,8 @@ import contextlib
 import hashlib
 import io
 import json
-import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +24,9 @@ from infinipipe.cli import run_command
 
 GOLDEN = Path(__file__).with_name("golden.json")
 QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
-MEASURED = "measured"
-"""Stands for the profile beside this file, measured on a CPU."""
 MEASURED_PROFILE = Path(__file__).with_name("measured_profile.json")
+MEASURED = "measured"
+"""The device whose profile is `MEASURED_PROFILE`, measured on a CPU; others have analytic ones."""
 POLICIES = ("epp", "paper", "gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow")
 
 
@@ -38,18 +36,27 @@ class Input(NamedTuple):
     model: str
     device: str
     lengths: str
-    count: int
+    """Which of the data sets in `length_quantiles.json`."""
+    num_sequences: int
     longest: int
+    """Tokens to which longer sequences are cut."""
     batch_size: int
     stages: int
     memory: str
     more: tuple[str, ...] = ()
+    """Further options of `infinipipe compile`."""
 
     @property
     def name(self) -> str:
         """What it is called in `golden.json`."""
+        data = f"{self.lengths} {self.num_sequences} to {self.longest}"
         more = "".join(self.more).replace("--", " ")
-        return f"{self.model} {self.lengths} {self.count} to {self.longest}, {self.stages} stages of {self.memory}{more}"
+        return f"{self.model} {data}, {self.stages} stages of {self.memory}{more}"
+
+    @property
+    def replicated(self) -> bool:
+        """Whether there are replicas, whose gradients each step synchronises."""
+        return "--replicas" in self.more
 
 
 INPUTS = (
@@ -88,13 +95,17 @@ INPUTS = (
 def write_lengths(given: Input, path: Path) -> None:
     """Write a dataset of lengths drawn from the quantiles of real ones."""
     quantiles = json.loads(QUANTILES.read_text())[given.lengths]["quantiles"]
-    drawn = np.random.default_rng(given.count).choice(np.array(quantiles), given.count)
+    draw = np.random.default_rng(seed=given.num_sequences)
+    drawn = draw.choice(np.array(quantiles), given.num_sequences)
     lengths = np.minimum(drawn, given.longest).tolist()
     path.write_text("".join(f'{{"length": {length}}}\n' for length in lengths))
 
 
 def write_profile(given: Input, path: Path) -> None:
-    """Write the analytic profile as it was before gradient synchronisation had a price, which plans hold."""
+    """Write the profile to plan with, without what it takes to synchronise gradients.
+
+    Plans hold their profile's digest, and the golden ones were made before that had a price.
+    """
     if given.device == MEASURED:
         path.write_bytes(MEASURED_PROFILE.read_bytes())
         return
@@ -105,109 +116,136 @@ def write_profile(given: Input, path: Path) -> None:
 
 
 class Digests(NamedTuple):
-    """Of one plan, or of why there is none."""
+    """SHA-256 of one plan, or of the error line that says why there is none.
+
+    With replicas, the seconds of whole steps are left out: a part of them is the synchronisation of
+    gradients, which had no price.
+    """
 
     exact: str
-    """Of every byte. With replicas, seconds of whole steps are left out: synchronising gradients is a part of them."""
+    """Of the file; where seconds are left out, of the rest as JSON."""
     rounded: str
-    """Of the plan as JSON with nine digits of each float: sums of floats differ in their last between processors."""
+    """Of the JSON, each float with nine digits: processors differ in the last digits of a sum."""
 
 
 def plan_digests(given: Input, policy: str) -> Digests:
     """Plan an input in the current folder."""
     write_lengths(given, Path("lengths.jsonl"))
     write_profile(given, Path("profile.json"))
-    options = (
-        "--stages",
-        str(given.stages),
-        "--memory",
-        given.memory,
-        "--batch-size",
-        str(given.batch_size),
-    )
     try:
-        _command(
-            "compile", "lengths.jsonl", *options, "--policy", policy, "--workers", "1", *given.more
-        )
-    except RuntimeError as error:
-        return Digests(_sha256(str(error)), _sha256(str(error)))
+        _compile(given, policy)
+    except CommandError as error:
+        digest = _sha256(str(error).encode())
+        return Digests(exact=digest, rounded=digest)
     lines = _command("inspect", "plan.msgpack", "--all").splitlines()
     documents = [json.loads(line) for line in lines]
-    replicated = "--replicas" in given.more
-    if replicated:
-        documents = [_without_step_s(document) for document in documents]
-    exact = json.dumps(documents).encode() if replicated else Path("plan.msgpack").read_bytes()
-    return Digests(hashlib.sha256(exact).hexdigest(), _sha256(json.dumps(_rounded(documents))))
+    if given.replicated:
+        documents = [_without(document, "step_s") for document in documents]
+        exact = json.dumps(documents).encode()
+    else:
+        exact = Path("plan.msgpack").read_bytes()
+    rounded = json.dumps(_rounded(documents)).encode()
+    return Digests(exact=_sha256(exact), rounded=_sha256(rounded))
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _compile(given: Input, policy: str) -> None:
+    stages = ("--stages", str(given.stages), "--memory", given.memory)
+    batches = ("--batch-size", str(given.batch_size))
+    # One worker: the tests, and `all_digests`, keep the cores busy with other plans.
+    how = ("--policy", policy, "--workers", "1")
+    _command("compile", "lengths.jsonl", *stages, *batches, *how, *given.more)
 
 
-def _without_step_s(document: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in document.items() if name != "step_s"}
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _rounded(value: Any) -> Any:
-    match value:
-        case float():
-            return f"{value:.9g}"
-        case list():
-            return [_rounded(each) for each in value]
-        case dict():
-            # Digests of what holds unrounded floats.
-            return {
-                name: _rounded(each) for name, each in value.items() if name != "profile_sha256"
-            }
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    if isinstance(value, dict):
+        # A digest of floats that are not rounded.
+        rest = _without(value, "profile_sha256")
+        return {name: _rounded(each) for name, each in rest.items()}
     return value
+
+
+def _without(document: dict[str, Any], left_out: str) -> dict[str, Any]:
+    return {name: value for name, value in document.items() if name != left_out}
+
+
+class CommandError(Exception):
+    """A command failed; the message is what it wrote to stderr."""
 
 
 def _command(*arguments: str) -> str:
     """Run a command in this process and return what it prints.
 
     Raises:
-        RuntimeError: it failed; holds the error line.
+        CommandError: it failed.
     """
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run_command(list(arguments))
     if code:
-        raise RuntimeError(err.getvalue())
+        raise CommandError(err.getvalue())
     return out.getvalue()
 
 
-def _digest_in_folder(task: tuple[Input, str]) -> tuple[str, Digests]:
-    given, policy = task
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            return f"{given.name}: {policy}", plan_digests(given, policy)
-        finally:
-            os.chdir(before)
+def plan_name(given: Input, policy: str) -> str:
+    """Return what a plan is called in `golden.json`."""
+    return f"{given.name}: {policy}"
 
 
-def all_digests() -> Iterator[tuple[str, Digests]]:
-    """Plan everything, on all cores."""
+def read_golden() -> dict[str, Digests]:
+    """Return the digests that plans must have, by their names."""
+    golden = json.loads(GOLDEN.read_text())
+    return {name: Digests(**digests) for name, digests in golden.items()}
+
+
+def all_digests() -> dict[str, Digests]:
+    """Plan everything, on all cores, and return the digests by the plans' names."""
     tasks = [(given, policy) for given in INPUTS for policy in POLICIES]
     with ProcessPoolExecutor() as pool:
-        yield from pool.map(_digest_in_folder, tasks)
+        return dict(pool.map(_digests_in_scratch, tasks))
 
 
-def main() -> int:
-    """Check or write `golden.json`."""
-    found = {name: digests._asdict() for name, digests in all_digests()}
-    if sys.argv[1:] == ["write"]:
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-        return 0
-    expected = json.loads(GOLDEN.read_text())
-    differing = [name for name in expected if found.get(name) != expected[name]]
+def _digests_in_scratch(task: tuple[Input, str]) -> tuple[str, Digests]:
+    given, policy = task
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return plan_name(given, policy), plan_digests(given, policy)
+
+
+def write() -> None:
+    """Write `golden.json`."""
+    golden = {name: digests._asdict() for name, digests in all_digests().items()}
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+
+
+def check() -> bool:
+    """Print which plans differ from the golden ones; return whether none does."""
+    expected = read_golden()
+    actual = all_digests()
+    differing = [name for name in expected if actual.get(name) != expected[name]]
     print(f"{len(expected) - len(differing)} of {len(expected)} plans are as they were")
     for name in differing:
-        same = found[name]["rounded"] == expected[name]["rounded"]
-        print(f"differs{' beyond nine digits' if same else ''}: {name}")
-    return bool(differing)
+        if name not in actual:
+            print(f"no longer planned: {name}")
+        elif actual[name].rounded == expected[name].rounded:
+            print(f"differs only beyond nine digits: {name}")
+        else:
+            print(f"differs: {name}")
+    return not differing
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    match sys.argv[1:]:
+        case ["check"]:
+            sys.exit(0 if check() else 1)
+        case ["write"]:
+            write()
+        case _:
+            sys.exit(__doc__)

@@ -1,13 +1,10 @@
-"""The plan's bytes depend on its inputs alone: not on the folder, the hash seed, the workers or an interruption."""
+"""A plan's bytes depend on its inputs alone: not on folder, hash seed, workers or interruptions."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +14,28 @@ from infinipipe.errors import RunError
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import read_model, write_profile
 from infinipipe.profiles.analytic import analytic_profile
+from tests.processes import finish, run_python, start_python, wait_until
 
 OPTIONS = ("--stages", "4", "--memory", "80GiB", "--batch-size", "24", "--seed", "5")
+COMPILE = ("compile", "dataset.jsonl", *OPTIONS)
+
+# A compile that waits for a signal once three of its eight steps are in the file.
+INTERRUPTIBLE = """
+import pathlib, signal
+from infinipipe.cli import main
+from infinipipe.ir import PlanWriter
+
+append = PlanWriter.append
+
+def append_and_wait(writer, step):
+    append(writer, step)
+    if step.index == 2:
+        pathlib.Path("waiting").touch()
+        signal.pause()
+
+PlanWriter.append = append_and_wait
+main()
+"""
 
 
 @pytest.fixture
@@ -33,18 +50,6 @@ def inputs(tmp_path: Path) -> Path:
     return folder
 
 
-def command(*more: object) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "infinipipe",
-        "compile",
-        "dataset.jsonl",
-        *OPTIONS,
-        *map(str, more),
-    ]
-
-
 def digest(folder: Path) -> str:
     return hashlib.sha256((folder / "plan.msgpack").read_bytes()).hexdigest()
 
@@ -53,10 +58,9 @@ def compile_in(folder: Path, inputs: Path, hash_seed: int, *more: object) -> str
     folder.mkdir(exist_ok=True)
     for name in ("dataset.jsonl", "profile.json"):
         (folder / name).write_bytes((inputs / name).read_bytes())
-    environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
-    done = subprocess.run(
-        command(*more), cwd=folder, env=environment, capture_output=True, text=True, timeout=170
-    )
+    environment = {"PYTHONHASHSEED": str(hash_seed)}
+    command = ("-m", "infinipipe", *COMPILE, *more)
+    done = run_python(*command, cwd=folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return digest(folder)
 
@@ -78,16 +82,13 @@ def test_an_interrupted_compile_resumes_to_the_same_bytes(
     """CASES J4: nothing under the plan's name until it is complete."""
     whole = compile_in(tmp_path / "whole", inputs, 1)
     plan, partial = inputs / "plan.msgpack", inputs / "plan.msgpack.partial"
-    with subprocess.Popen(
-        command("--workers", 1), cwd=inputs, stderr=subprocess.PIPE, text=True
-    ) as process:
-        deadline = time.monotonic() + 100
-        while not (partial.exists() and partial.stat().st_size > 10_000):
-            assert process.poll() is None, "the compile ended before it could be interrupted"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+    command = ("-c", INTERRUPTIBLE, *COMPILE, "--workers", 1)
+    with start_python(*command, cwd=inputs) as process:
+        waiting = inputs / "waiting"
+        wait_until(lambda: waiting.exists() or process.poll() is not None, "three steps are there")
+        assert process.poll() is None, "the compile ended before it could be interrupted"
         process.send_signal(how)
-        _, errors = process.communicate(timeout=60)
+        _, errors = finish(process)
     assert process.returncode == (130 if how == signal.SIGINT else -how)
     assert "Traceback" not in errors
     assert ("--resume goes on" in errors) == (how == signal.SIGINT)

@@ -35,6 +35,7 @@ from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
 from tests.plans import make_header, order_1f1b
+from tests.processes import HARD_LIMIT_S
 from tests.runtime.loopback import LoopbackTransport
 
 CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def replay(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) ->
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=HARD_LIMIT_S)
             assert not thread.is_alive(), "a stage hangs"
         for stage in stages:
             if stage.error is not None:

@@ -6,9 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -27,10 +24,10 @@ from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
 from infinipipe.runtime.optimizer import make_optimizer
 from infinipipe.runtime.prepare import RunOptions, prepare
+from tests.processes import children, finish, run_infinipipe, run_python, start_python, wait_until
 from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
 
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
-HARD_TIMEOUT_S = 150
 LR = 0.01
 
 
@@ -57,15 +54,8 @@ def compile_small(folder: Path, model: Model, stages: int, memory: int, **option
     return plan
 
 
-def infinipipe(
-    *arguments: object, timeout: float = HARD_TIMEOUT_S
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "infinipipe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-
-
 def run(plan: Path, output: Path, *arguments: object) -> list[dict[str, object]]:
-    done = infinipipe(
+    done = run_infinipipe(
         "run", plan, "--output", output, "--lr", LR, "--seed", 3, "--device", "cpu", *arguments
     )
     assert done.returncode == 0, done.stderr
@@ -155,8 +145,7 @@ def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
         "infinipipe",
         *arguments,
     ]
-    command = [sys.executable, "-m", *map(str, torchrun)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
+    done = run_python("-m", *torchrun)
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     history, trained = train_oracle(plan, FileDataset(tmp_path / "dataset.jsonl"))
@@ -173,7 +162,7 @@ def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
     first = run(
         compile_small(tmp_path, model, 1, 10**9), again, "--model", output / "model", "--steps", 1
     )
-    other = infinipipe(
+    other = run_infinipipe(
         "run",
         compile_small(tmp_path, small_model(vocab_size=256), 1, 10**9),
         "--model",
@@ -212,16 +201,8 @@ def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, 
     arguments = ["run", str(plan), "--output", str(tmp_path / "run"), "--device", "cpu"]
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY.format(rank=rank, arguments=arguments))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HARD_TIMEOUT_S)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    done = run_python("-m", *torchrun, script)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert errors[0].startswith(f"error: rank {rank}: stage {rank}, step 0, chunk ")
@@ -234,24 +215,13 @@ def test_a_failing_op_ends_the_run_with_its_place_and_traceback(tmp_path: Path, 
 def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
     """CASES F2: kill -9 of one rank. Meanwhile, nothing listens but on the loopback interface."""
     plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
-    command = [
-        sys.executable,
-        "-m",
-        "infinipipe",
-        "run",
-        plan,
-        "--output",
-        tmp_path / "run",
-        "--device",
-        "cpu",
-    ]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+    command = ("-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu")
+    with start_python(*command) as process:
         workers = _wait_for_workers(process.pid)
         assert _listening_elsewhere(workers) == []
         os.kill(workers[1], signal.SIGKILL)
-        killed = time.monotonic()
-        _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
-    assert time.monotonic() - killed < 30
+        # At once, that is, and not after the half hour that gloo waits for a peer.
+        _, errors = finish(process)
     assert process.returncode == 1
     assert [
         line for line in errors.splitlines() if line.startswith(("error:", "Traceback", "E", "W"))
@@ -265,18 +235,13 @@ def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
 
 def _wait_for_workers(parent: int) -> list[int]:
     """Return the two workers' process ids by rank, the order they start in, once they listen."""
-    deadline = time.monotonic() + HARD_TIMEOUT_S
-    while time.monotonic() < deadline:
-        workers = sorted(pid for pid in _children(parent) if b"spawn_main" in _read(pid, "cmdline"))
-        if len(workers) == 2 and all(_listening(pid) for pid in workers):
-            return workers
-        time.sleep(0.02)
-    raise AssertionError("the workers did not start")
 
+    def look() -> list[int] | None:
+        workers = [pid for pid in children(parent) if b"spawn_main" in _read(pid, "cmdline")]
+        started = len(workers) == 2 and all(_listening(pid) for pid in workers)
+        return workers if started else None
 
-def _children(parent: int) -> list[int]:
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if f"PPid:\t{parent}\n".encode() in _read(pid, "status")]
+    return wait_until(look, "the workers listen")
 
 
 def _read(pid: int, name: str) -> bytes:
@@ -311,27 +276,14 @@ def test_a_run_that_is_stopped_says_so_and_can_be_run_again(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     plan = compile_small(tmp_path, small_model(vocab_size=256), 2, 3 * 10**6)
-    command = [
-        sys.executable,
-        "-m",
-        "infinipipe",
-        "run",
-        plan,
-        "--output",
-        tmp_path / "run",
-        "--device",
-        "cpu",
-    ]
-    started = subprocess.Popen(
-        list(map(str, command)), stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    with started as process:
+    command = ("-m", "infinipipe", "run", plan, "--output", tmp_path / "run", "--device", "cpu")
+    with start_python(*command) as process:
         workers = _wait_for_workers(process.pid)
         if how == signal.SIGINT:
             os.killpg(process.pid, how)  # as a terminal does
         else:
             process.send_signal(how)
-        _, errors = process.communicate(timeout=HARD_TIMEOUT_S)
+        _, errors = finish(process)
     assert process.returncode == (130 if how == signal.SIGINT else 1)
     assert "Traceback" not in errors
     assert ("error: stopped by SIGTERM" in errors) == (how == signal.SIGTERM)
