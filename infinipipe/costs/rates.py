@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,22 +66,14 @@ class SizeRates:
         """Return the seconds on one stage, or on some of them."""
         return self._changed(lambda part: part[stages])
 
-    def on_stages(self, counts: Floats) -> SizeRates:
-        """Return the seconds on stages that have so many, of layers for example."""
-        column = counts[:, None]
-        return self._changed(lambda part: column * part)
-
     def cumulative(self) -> SizeRates:
         """Return for each stage the seconds on it and on all stages before."""
         return self._changed(lambda part: part.cumsum(axis=0))
 
-    def total(self) -> SizeRates:
-        """Return the seconds on all stages together."""
-        return self.cumulative()[-1]
-
-    def plus_per_chunk(self, seconds: float) -> SizeRates:
-        """Return the seconds with so many more for each chunk, whatever its size."""
-        return replace(self, constant=self.constant + seconds)
+    def total(self, stages: slice) -> SizeRates:
+        """Return the seconds on some stages together."""
+        # Added one after the other; `sum` adds pairs first where there is only one column.
+        return self._changed(lambda part: part[stages].cumsum(axis=0)[-1])
 
     def least_per_token(self) -> Floats:
         """Return (stages, 1) the least seconds per token at any size, attention apart."""
@@ -135,7 +128,7 @@ class SizeRates:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes per token of a chunk."""
+    """Bytes per token of a chunk. Arrays are columns (stages, 1)."""
 
     full: float
     """Kept by a layer that is not recomputed, its input included, without K and V."""
@@ -148,25 +141,28 @@ class TokenBytes:
     kv_gradients: float
     """Gradients of K and V of one layer, for a split sequence."""
     beside_layers: Floats
-    """(stages,) kept besides what the layers keep."""
+    """Kept besides what the layers keep."""
     forward_transient: float
     """Needed while F of a layer runs, above what it keeps."""
     backward_transient: Floats
-    """(stages,) needed while B of a layer runs."""
+    """Needed while B of a layer runs."""
     least: Floats
-    """(stages,) held in B with all recompute: one layer whole, and the inputs of the others."""
+    """Held in B with all recompute: one layer whole, and the inputs of the others."""
 
 
 @dataclass(frozen=True)
 class ChunkRates:
-    """The least that chunks of a batch need on each stage, by their size."""
+    """The least that chunks of a batch need on each stage, by their size.
+
+    What has a number for each stage is a column (stages, 1): it goes with ranges, and with lengths.
+    """
 
     lengths: Floats
     """(sequences,) of the batch, longest first."""
     sizes: SizeRanges
     """From one token to the most that a chunk can have."""
     num_layers: Floats
-    """(stages,)"""
+    """Of each stage."""
     forward: SizeRates
     """On each stage."""
     backward: SizeRates
@@ -179,9 +175,9 @@ class ChunkRates:
     """Of one activation, or its gradient, between neighbours."""
     bytes: TokenBytes
     room: Floats
-    """(stages,) bytes besides the static ones."""
+    """Bytes of each stage besides the static ones."""
     backward_room: Floats
-    """(stages,) the same without what B of a layer needs however small the chunk is."""
+    """The same without what B of a layer needs however small the chunk is."""
 
     @property
     def num_stages(self) -> int:
@@ -204,25 +200,30 @@ def make_rates(
     parts = _stage_parts(stages)
     token_bytes = _token_bytes(profile.bytes, parts)
     static = [static_bytes(profile, stage) for stage in stages]
-    room = np.array(limits, dtype=np.float64) + _SPARE_BYTES - static
+    room = _column(limits) + _SPARE_BYTES - _column(static)
     backward_room = room - profile.bytes.layer_backward_peak.constant
 
     fitting = (backward_room / token_bytes.least).min()
-    edges = _size_edges(times, int(max(1.0, min(lengths.sum(), fitting))))
+    largest = min(lengths.sum(), fitting)
+    edges = _size_edges(times, int(max(1.0, largest)))
     sizes = SizeRanges(edges[:-1].astype(np.float64), edges[1:].astype(np.float64))
 
     forward = _stage_rates(
         parts,
+        sizes,
+        chunk_s=times.chunk_forward_s,
         layer=_layer_rates(times.layer_forward, edges, sizes),
-        embedding=_curve_rates(times.embedding_forward, edges, sizes),
-        head=_curve_rates(times.head_forward, edges, sizes),
-    ).plus_per_chunk(times.chunk_forward_s)
+        embedding=_straight(times.embedding_forward, edges),
+        head=_straight(times.head_forward, edges),
+    )
     backward = _stage_rates(
         parts,
+        sizes,
+        chunk_s=times.chunk_backward_s,
         layer=_layer_rates(times.layer_backward, edges, sizes),
-        embedding=_curve_rates(times.embedding_backward, edges, sizes),
-        head=_curve_rates(times.head_backward, edges, sizes),
-    ).plus_per_chunk(times.chunk_backward_s)
+        embedding=_straight(times.embedding_backward, edges),
+        head=_straight(times.head_backward, edges),
+    )
     return ChunkRates(
         lengths=lengths,
         sizes=sizes,
@@ -240,7 +241,7 @@ def make_rates(
 
 @dataclass(frozen=True)
 class _StageParts:
-    """How many of each part of the model every stage has. Arrays are (stages,)."""
+    """How many of each part of the model every stage has. Arrays are columns (stages, 1)."""
 
     layers: Floats
     embedding: Floats
@@ -249,10 +250,14 @@ class _StageParts:
 
 def _stage_parts(stages: SequenceOf[Stage]) -> _StageParts:
     return _StageParts(
-        layers=np.array([stage.num_layers for stage in stages], dtype=np.float64),
-        embedding=np.array([stage.embedding for stage in stages], dtype=np.float64),
-        head=np.array([stage.head for stage in stages], dtype=np.float64),
+        layers=_column([stage.num_layers for stage in stages]),
+        embedding=_column([stage.embedding for stage in stages]),
+        head=_column([stage.head for stage in stages]),
     )
+
+
+def _column(of_stages: SequenceOf[int]) -> Floats:
+    return np.array(of_stages, dtype=np.float64)[:, None]
 
 
 def _token_bytes(sizes: Bytes, parts: _StageParts) -> TokenBytes:
@@ -300,25 +305,52 @@ def _size_edges(times: Times, largest: int) -> Ints:
     return np.array([1, *inner, largest], dtype=np.int64)
 
 
-def _stage_rates(
-    parts: _StageParts, layer: SizeRates, embedding: SizeRates, head: SizeRates
-) -> SizeRates:
-    ends = embedding.on_stages(parts.embedding) + head.on_stages(parts.head)
-    return layer.on_stages(parts.layers) + ends
+class _Straight(NamedTuple):
+    """Seconds of a chunk of t tokens, `constant + rate * t`. Arrays are (ranges,)."""
+
+    constant: Floats
+    rate: Floats
 
 
-def _curve_rates(curve: Curve, edges: Ints, sizes: SizeRanges) -> SizeRates:
+def _straight(curve: Curve, edges: Ints) -> _Straight:
     # Should a curve fall, the time of a larger chunk is a bound for a smaller one.
-    seconds = np.minimum.accumulate(curve_seconds(curve, edges)[::-1])[::-1]
+    at_edges = curve_seconds(curve, edges)
+    seconds = np.minimum.accumulate(at_edges[::-1])[::-1]
+    # One size makes a range, too, in which nothing rises.
     rate = np.diff(seconds) / np.maximum(1, np.diff(edges))
     constant = seconds[:-1] - rate * edges[:-1]
-    nothing = np.zeros(1)
-    return SizeRates(sizes, constant, rate, nothing, nothing, nothing, nothing, nothing)
+    return _Straight(constant, rate)
+
+
+def _stage_rates(
+    parts: _StageParts,
+    sizes: SizeRanges,
+    chunk_s: float,
+    layer: SizeRates,
+    embedding: _Straight,
+    head: _Straight,
+) -> SizeRates:
+    ends_constant = parts.embedding * embedding.constant + parts.head * head.constant
+    ends_rate = parts.embedding * embedding.rate + parts.head * head.rate
+    num_layers = parts.layers
+    return SizeRates(
+        sizes,
+        constant=num_layers * layer.constant + ends_constant + chunk_s,
+        rate=num_layers * layer.rate + ends_rate,
+        per_pair=num_layers * layer.per_pair,
+        per_slice=num_layers * layer.per_slice,
+        per_context=num_layers * layer.per_context,
+        per_context_token=num_layers * layer.per_context_token,
+        per_continued_token=num_layers * layer.per_continued_token,
+    )
 
 
 def _layer_rates(layer: LayerTime, edges: Ints, sizes: SizeRanges) -> SizeRates:
-    return replace(
-        _curve_rates(layer.curve, edges, sizes),
+    line = _straight(layer.curve, edges)
+    return SizeRates(
+        sizes,
+        constant=line.constant,
+        rate=line.rate,
         per_pair=np.array([layer.s_per_pair]),
         per_slice=np.array([layer.s_per_slice]),
         per_context=np.array([layer.s_per_context]),
@@ -328,7 +360,15 @@ def _layer_rates(layer: LayerTime, edges: Ints, sizes: SizeRanges) -> SizeRates:
 
 
 def _transfer_rates(times: Times, token_bytes: TokenBytes, sizes: SizeRanges) -> SizeRates:
-    constant = np.full_like(sizes.smallest, times.transfer_s.constant)
-    rate = np.full_like(sizes.smallest, times.transfer_s.rate * token_bytes.input)
+    seconds_per_token = times.transfer_s.rate * token_bytes.input
     nothing = np.zeros(1)
-    return SizeRates(sizes, constant, rate, nothing, nothing, nothing, nothing, nothing)
+    return SizeRates(
+        sizes,
+        constant=np.full_like(sizes.smallest, times.transfer_s.constant),
+        rate=np.full_like(sizes.smallest, seconds_per_token),
+        per_pair=nothing,
+        per_slice=nothing,
+        per_context=nothing,
+        per_context_token=nothing,
+        per_continued_token=nothing,
+    )

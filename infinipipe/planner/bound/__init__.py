@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from infinipipe.aliases import Floats
+from infinipipe.aliases import Bools, Floats
 from infinipipe.costs.rates import ChunkRates, make_rates
 from infinipipe.ir import Sequence
 from infinipipe.planner.bound.ends import make_ends
@@ -47,32 +47,39 @@ def makespan_bound(pipeline: Pipeline, sequences: SequenceOf[Sequence], num_repl
     tokens = np.array([sequence.length for sequence in sequences], dtype=np.float64)
     lengths = np.sort(tokens)[::-1]
     rates = make_rates(pipeline.profile, pipeline.stages, pipeline.limits, lengths)
+    can_split = can_be_split(rates, lengths)
     bounds = [
-        _work_and_prices_seconds(rates, lengths, num_replicas),
-        turn_seconds(rates, lengths, num_replicas),
+        _work_and_prices_seconds(rates, lengths, can_split, num_replicas),
+        turn_seconds(rates, lengths, can_split, num_replicas),
     ]
     if num_replicas > 1:
         # Replicas share the work, but no sequence is in two of them.
-        longest = lengths[:1]
-        bounds.append(_work_and_prices_seconds(rates, longest, 1))
+        alone = _work_and_prices_seconds(rates, lengths[:1], can_split[:1], num_replicas=1)
+        bounds.append(alone)
     return max(bounds) * _ROUNDING
 
 
-def _work_and_prices_seconds(rates: ChunkRates, lengths: Floats, num_replicas: int) -> float:
+def _work_and_prices_seconds(
+    rates: ChunkRates, lengths: Floats, can_split: Bools, num_replicas: int
+) -> float:
     """Return the best bound by work, and by prices with ends."""
     work = rates.work.split_seconds(lengths).sum(axis=1)
-    forced = forced_recompute_seconds(rates, lengths, can_be_split(rates, lengths))
+    forced = forced_recompute_seconds(rates, lengths, can_split)
     trip = smallest_trip_seconds(rates)
-    best = float(((work + forced) / num_replicas + trip).max())
+    by_work = (work + forced) / num_replicas + trip
+    best = float(by_work.max())
 
     busy = int(np.argmax(work / num_replicas + trip))
+    forced_on_busy = float(forced[busy])
     ends = make_ends(rates, busy)
     # Bytes have a price on the first stage, which keeps most chunks, and on the one with most work;
     # where there is a choice not on the busy one, so that the seconds of two stages have one.
     candidates = {0, int(np.argmax(work))}
     for held in sorted(candidates - {busy}) or [busy]:
-        if rates.room[held] > 0:
-            prices = Prices(rates, lengths, held, busy, forced=float(forced[busy]))
-            for point in (FREE, prices.climb()):
-                best = max(best, prices.bound(point, ends, num_replicas))
+        if rates.room[held].item() <= 0:
+            continue
+        prices = Prices(rates, lengths, held, busy, forced=forced_on_busy)
+        for point in (FREE, prices.climb()):
+            by_prices = prices.bound(point, ends, num_replicas)
+            best = max(best, by_prices)
     return best

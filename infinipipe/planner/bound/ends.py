@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.rates import TINY, ChunkRates, SizeRates
+from infinipipe.costs.rates import TINY, ChunkRates, SizeRanges, SizeRates
 
 # Idle times that are tried, in smallest trips: from 1 to about 88 of them, in steps of 15 %.
 # Closer ones lose less between two, more of them reach further, and each costs time.
@@ -60,27 +60,31 @@ class Ends:
     """The two ends of a stage that is not the first."""
 
     def __init__(self, rates: ChunkRates, stage: int) -> None:
+        work = rates.work[stage]
         transfers = rates.transfer * stage
-        self._down = Trip(rates, rates.forward[:stage].total() + transfers)
-        added = rates.work[stage] - rates.forward[0]
-        recompute = rates.recompute * rates.num_layers[stage]
+        down = rates.forward.total(slice(stage)) + transfers
+        self._down = Trip(rates.sizes, down)
+        added = work - rates.forward[0]
+        recompute = rates.recompute * rates.num_layers[stage].item()
         self._fill = self._down.growth(added, early_context=True)
         self._fill_counted = self._down.growth(added + recompute, early_context=True)
 
-        slacks = [_slack_seconds(rates, stage, top) for top in range(stage)]
+        slacks = _slack_seconds(rates, stage)
         top = int(np.argmin(slacks))
-        transfers_to_top = rates.transfer * (stage - top)
-        self._up = Trip(rates, rates.backward[top:stage].total() + transfers_to_top)
-        added = rates.work[stage] - rates.backward[top]
+        up_to_top = rates.backward.total(slice(top, stage)) + rates.transfer * (stage - top)
+        self._up = Trip(rates.sizes, up_to_top)
+        added = work - rates.backward[top]
         self._drain = self._up.growth(added, early_context=False)
         # The last B goes on from `top` to stage 0.
-        self._least_up = Trip(rates, rates.backward[:stage].total() + transfers).least
-        self._slack = slacks[top] - (self._least_up - self._up.least)
+        up = rates.backward.total(slice(stage)) + transfers
+        self._least_up = Trip(rates.sizes, up).least
+        beyond_top = self._least_up - self._up.least
+        self._slack = float(slacks[top]) - beyond_top
 
     def price(self, charges: Charges, *, counted: bool) -> float:
         """Return the least that idle time and surcharges cost, with recompute `counted` or not."""
-        fill_growth = self._fill_counted if counted else self._fill
-        fill = self._down.price(fill_growth, charges, slack=0.0)
+        growth = self._fill_counted if counted else self._fill
+        fill = self._down.price(growth, charges, slack=0.0)
         least_drain = charges.per_second * self._least_up
         if counted:
             return fill + least_drain
@@ -96,13 +100,13 @@ def make_ends(rates: ChunkRates, stage: int) -> Ends | None:
 class Trip:
     """The least seconds of a chunk's trip by its size: y or z of the proof."""
 
-    def __init__(self, rates: ChunkRates, seconds: SizeRates) -> None:
-        self._sizes = rates.sizes
+    def __init__(self, sizes: SizeRanges, seconds: SizeRates) -> None:
+        self._sizes = sizes
         self._seconds = seconds
         # Every token has a pair and every chunk a slice.
         self._constant = seconds.constant + seconds.per_slice
         self._rate = seconds.rate + seconds.per_pair
-        self._starts = self._constant + self._rate * self._sizes.smallest
+        self._starts = self._constant + self._rate * sizes.smallest
         self.least = float(self._starts[0])
 
     def growth(self, added: SizeRates, *, early_context: bool) -> Floats:
@@ -141,15 +145,18 @@ class Trip:
         # Between two idle times: the smaller one, and trips of the larger one.
         trips = idle[1:, None] * growth
         place = np.searchsorted(self._starts, trips, side="right") - 1
-        reached = (trips - self._constant[place]) / np.maximum(self._rate[place], TINY)
+        beyond_constant = trips - self._constant[place]
+        reached = beyond_constant / np.maximum(self._rate[place], TINY)
         largest = np.minimum(reached, self._sizes.largest[place])
         is_bounded = np.cumsum(largest, axis=1) < charges.num_tokens / 2
         # A chunk may as well be smaller than it can be.
-        best_surcharges = np.maximum(0.0, np.minimum.accumulate(charges.surcharges))
-        surcharged = (best_surcharges[place] * is_bounded).sum(axis=1)
+        least_surcharges = np.minimum.accumulate(charges.surcharges)
+        surcharges = np.maximum(0.0, least_surcharges)[place] * is_bounded
+        paid = surcharges.sum(axis=1)
         waited = charges.per_second * np.maximum(0.0, idle - slack)
-        # Beyond the longest idle time no surcharge is counted.
-        return float(min((waited[:-1] + surcharged).min(), waited[-1]))
+        # Of more idle time than was tried only this is known.
+        longest = waited[-1]
+        return float(min((waited[:-1] + paid).min(), longest))
 
     def _largest_ratio(self, added: SizeRates, *, any_context: bool) -> float:
         """Return g of the proof: the most that any part of `added` is of the same part of the trip.
@@ -157,35 +164,35 @@ class Trip:
         What is straight in the size is compared at the ends of all ranges.
         """
         own = self._seconds
-        context = np.maximum(0.0, added.per_context)
-        continued = np.maximum(0.0, added.per_continued_token)
-        constant = added.constant + context
-        rate = added.rate + continued
-        smallest = self._sizes.smallest
-        largest = self._sizes.largest
-        tops = [constant + rate * smallest, constant + rate * largest]
-        bottoms = [own.constant + own.rate * smallest, own.constant + own.rate * largest]
-        tops += [added.per_pair, added.per_slice]
-        bottoms += [own.per_pair, own.per_slice]
+        constant = added.constant + np.maximum(0.0, added.per_context)
+        rate = added.rate + np.maximum(0.0, added.per_continued_token)
+        tops = [added.per_pair, added.per_slice]
+        bottoms = [own.per_pair, own.per_slice]
+        for size in (self._sizes.smallest, self._sizes.largest):
+            tops.append(constant + rate * size)
+            bottoms.append(own.constant + own.rate * size)
         if any_context:
             tops.append(added.per_context_token)
             bottoms.append(own.per_context_token)
         top = np.maximum(0.0, np.concatenate(tops))
-        bottom = np.maximum(np.concatenate(bottoms), TINY)
+        bottom = np.maximum(TINY, np.concatenate(bottoms))
         return float((top / bottom).max())
 
 
-def _slack_seconds(rates: ChunkRates, stage: int, top: int) -> float:
-    """Return the most that B of all chunks can take longer on the stage than on `top`."""
-    longer = rates.backward[stage] - rates.backward[top]
+def _slack_seconds(rates: ChunkRates, stage: int) -> Floats:
+    """Return (stage,) the most that B of all chunks can take longer than on each stage before."""
+    longer = rates.backward[stage] - rates.backward[:stage]
     lengths = rates.lengths
     # Each token has at most a slice and a context by itself, with the longest sequence before it.
+    context = np.maximum(0.0, longer.per_context_token) * lengths[0]
     per_token = (
-        max(0.0, longer.most_per_token().item())
-        + max(0.0, longer.per_slice.item())
-        + max(0.0, longer.per_context.item())
-        + max(0.0, longer.per_continued_token.item())
-        + max(0.0, longer.per_context_token.item()) * lengths[0]
+        np.maximum(0.0, longer.most_per_token())
+        + np.maximum(0.0, longer.per_slice)
+        + np.maximum(0.0, longer.per_context)
+        + np.maximum(0.0, longer.per_continued_token)
+        + context
     )
-    pairs = (lengths * (lengths + 1) / 2).sum()
-    return float(per_token * lengths.sum() + max(0.0, longer.per_pair.item()) * pairs)
+    num_pairs = (lengths * (lengths + 1) / 2).sum()
+    pairs = np.maximum(0.0, longer.per_pair) * num_pairs
+    tokens = per_token * lengths.sum()
+    return np.asarray((tokens + pairs)[:, 0])

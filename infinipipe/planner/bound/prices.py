@@ -20,7 +20,6 @@ least of straight functions, so concave: between two positions it is at least th
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -98,23 +97,28 @@ class Prices:
         positions = _positions(lengths)
         self._weights = positions.weights
 
-        work = _token_share(rates.work[held], positions)
+        held_work = rates.work[held]
+        work = _token_share(held_work, positions)
         recompute = _token_share(rates.recompute, positions)
         num_layers = rates.num_layers[held]
-        self._held_a = np.stack([work.a, work.a + num_layers * recompute.a])
-        self._held_b = np.stack([work.b, work.b + num_layers * recompute.b])
-        self._held_per_slice = rates.work[held].per_slice.item()
+        recomputed_a = work.a + num_layers * recompute.a
+        recomputed_b = work.b + num_layers * recompute.b
+        self._held_a = np.stack([work.a, recomputed_a])
+        self._held_b = np.stack([work.b, recomputed_b])
+        self._held_per_slice = held_work.per_slice.item()
 
-        self._busy = _token_share(rates.work[busy], positions)
-        self._busy_per_slice = rates.work[busy].per_slice.item()
+        busy_work = rates.work[busy]
+        self._busy = _token_share(busy_work, positions)
+        self._busy_per_slice = busy_work.per_slice.item()
         self._dearest_recompute_s = _dearest_recompute_seconds(rates, busy, lengths[0])
 
         # bytes * trip = kept * t * (trip.a + trip.b * t), and a token's share is a t-th of it.
         kept = _kept_bytes(rates, held)
+        room = rates.room[held]
         trip = _token_share(_trip_rates(rates, held), positions)
         transient = _token_share(_transient_rates(rates, held), positions)
-        self._room_b = (kept * trip.a + transient.a) / rates.room[held]
-        self._room_c = (kept * trip.b + transient.b) / rates.room[held]
+        self._room_b = (kept * trip.a + transient.a) / room
+        self._room_c = (kept * trip.b + transient.b) / room
 
     def bound(self, point: Point, ends: Ends | None, num_replicas: int) -> float:
         """Return the bound at some prices, with the ends of `busy` and its forced recompute."""
@@ -129,9 +133,10 @@ class Prices:
         best = 0.0
         choices = (False, True) if self._forced else (False,)
         for counted in choices:
-            end = ends.price(charges, counted=counted) if ends else 0.0
             forced = point.n * self._forced if counted else 0.0
-            best = max(best, (total + forced) / num_replicas + end)
+            share = (total + forced) / num_replicas
+            end = ends.price(charges, counted=counted) if ends else 0.0
+            best = max(best, share + end)
         return best / (1 + point.p)
 
     def climb(self) -> Point:
@@ -158,44 +163,50 @@ class Prices:
             value = moved_value
 
     def _value(self, point: Point) -> float:
-        # The bound without the ends, which take most of the time.
-        token_prices = self._token_prices(self._terms(point))
-        total = self._total(point, token_prices) + point.n * self._forced
-        return total / (1 + point.p)
+        # The bound without the ends, which take longest.
+        terms = self._terms(point)
+        token_prices = self._token_prices(terms)
+        total = self._total(point, token_prices)
+        forced = point.n * self._forced
+        return (total + forced) / (1 + point.p)
 
     def _terms(self, point: Point) -> _Terms:
         m, p = point
-        return _Terms(
-            a=m * self._held_a + point.n * self._busy.a,
-            b=m * self._held_b + point.n * self._busy.b + p * self._room_b,
-            c=p * self._room_c,
-        )
+        n = point.n
+        a = m * self._held_a + n * self._busy.a
+        b = m * self._held_b + n * self._busy.b + p * self._room_b
+        c = p * self._room_c
+        return _Terms(a, b, c)
 
     def _token_prices(self, terms: _Terms) -> Floats:
         """Return (positions,) the least that a token pays."""
         a, b, c = terms
         # a/t + c*t is least where both are equal.
-        best = np.sqrt(np.maximum(a, 0.0) / np.maximum(c, TINY))
-        t = np.clip(best, self._sizes.smallest, self._sizes.largest)
-        return np.asarray((a / t + b + c * t).min(axis=(0, 2)))
+        square = np.maximum(a, 0.0) / np.maximum(c, TINY)
+        t = np.clip(np.sqrt(square), self._sizes.smallest, self._sizes.largest)
+        price = a / t + b + c * t
+        return np.asarray(price.min(axis=(0, 2)))
 
     def _surcharges(self, terms: _Terms, token_prices: Floats) -> Floats:
-        """Return (ranges,) how much more than its tokens pay a chunk costs at least.
-
-        That is a + (b - price) * t + c*t*t, of tokens at the position where it is least.
-        """
+        """Return (ranges,) how much more than its tokens pay a chunk costs at least."""
         a, b, c = terms
+        # a + beyond*t + c*t*t, which is least where its slope is 0.
         beyond = b - token_prices[:, None]
-        best = -beyond / np.maximum(2 * c, TINY)
-        t = np.clip(best, self._sizes.smallest, self._sizes.largest)
-        return np.asarray((a + beyond * t + c * t * t).min(axis=(0, 1)))
+        level = -beyond / np.maximum(2 * c, TINY)
+        t = np.clip(level, self._sizes.smallest, self._sizes.largest)
+        surcharge = a + beyond * t + c * t * t
+        return np.asarray(surcharge.min(axis=(0, 1)))
 
     def _total(self, point: Point, token_prices: Floats) -> float:
         """Return what all tokens pay, and one slice of each sequence."""
-        return float(self._weights @ token_prices) + self._num_sequences * self._slice_price(point)
+        tokens = float(self._weights @ token_prices)
+        slices = self._num_sequences * self._slice_price(point)
+        return tokens + slices
 
     def _slice_price(self, point: Point) -> float:
-        return point.m * self._held_per_slice + point.n * self._busy_per_slice
+        held = point.m * self._held_per_slice
+        busy = point.n * self._busy_per_slice
+        return held + busy
 
     def _fewest_tokens(self, point: Point, token_prices: Floats, num_replicas: int) -> float:
         """Return a number of tokens that some replica has at least.
@@ -205,9 +216,10 @@ class Prices:
         """
         if num_replicas == 1:
             return self._num_tokens
+        share = self._total(point, token_prices) / num_replicas
         recompute = point.n * self._dearest_recompute_s
         dearest = float(token_prices.max()) + self._slice_price(point) + recompute
-        return self._total(point, token_prices) / num_replicas / dearest
+        return share / dearest
 
 
 def _move_both(point: Point, factor: float) -> Point:
@@ -224,26 +236,30 @@ def _kept_bytes(rates: ChunkRates, held: int) -> Floats:
     num_layers = rates.num_layers[held]
     full = num_layers * (sizes.full + sizes.kv)
     recomputed = num_layers * sizes.input
-    return np.asarray(np.array([full, recomputed])[:, None, None] + sizes.beside_layers[held])
+    layers = np.stack([full, recomputed])[:, None]
+    return np.asarray(layers + sizes.beside_layers[held])
 
 
 def _trip_rates(rates: ChunkRates, held: int) -> SizeRates:
     """Return the seconds from F to B of a chunk, both included."""
-    stages_below = rates.num_stages - 1 - held
-    return rates.work[held:].total() + rates.transfer * (2 * stages_below)
+    num_below = rates.num_stages - 1 - held
+    transfers = rates.transfer * (2 * num_below)
+    work = rates.work.total(slice(held, None))
+    return work + transfers
 
 
 def _transient_rates(rates: ChunkRates, held: int) -> SizeRates:
     """Return the transient bytes per token of F and B, times the seconds that these run."""
-    forward_bytes = rates.bytes.forward_transient
-    backward_bytes = float(rates.bytes.backward_transient[held])
-    return rates.forward[held] * forward_bytes + rates.backward[held] * backward_bytes
+    forward = rates.bytes.forward_transient
+    backward = float(rates.bytes.backward_transient[held].item())
+    return rates.forward[held] * forward + rates.backward[held] * backward
 
 
 def _dearest_recompute_seconds(rates: ChunkRates, busy: int, longest: float) -> float:
     """Return what recomputing all layers of a token takes at the end of the longest sequence."""
-    token = rates.recompute.least_per_token() + longest * rates.recompute.per_pair
-    return float(rates.num_layers[busy] * token.item())
+    layer = rates.recompute.least_per_token() + longest * rates.recompute.per_pair
+    layers = rates.num_layers[busy] * layer
+    return float(layers.item())
 
 
 class _Positions(NamedTuple):
@@ -272,18 +288,21 @@ def _positions(lengths: Floats) -> _Positions:
 def _class_positions(lengths: Floats) -> tuple[Floats, Floats]:
     """Return positions in sequences, and their weights."""
     longest = float(lengths[0])
-    rest = np.geomspace(max(1.0, longest * _FIRST_PART), longest, _NUM_POSITIONS - 1)
+    start = max(1.0, longest * _FIRST_PART)
+    rest = np.geomspace(start, longest, _NUM_POSITIONS - 1)
     x = np.unique(np.round([1.0, *rest]))
+    first = x[:-1, None]
+    last = x[1:, None]
+    # (positions - 1, lengths) the tokens of each sequence after `first` up to `last`. Each counts
+    # for `last` by how far on it is, and for `first` by the rest.
+    counts = np.clip(lengths, first, last) - first
+    total = counts.sum(axis=1)
+    distances = counts * (counts + 1) / 2
+    far = distances.sum(axis=1) / (x[1:] - x[:-1])
     weights = np.zeros(len(x))
     weights[0] = len(lengths)
-    for place, (first, last) in enumerate(pairwise(x.tolist())):
-        # Tokens of each sequence after `first` up to `last`.
-        counts = np.clip(lengths, first, last) - first
-        total = float(counts.sum())
-        # Each counts for `last` by how far on it is, and for `first` by the rest.
-        far = float((counts * (counts + 1) / 2).sum()) / (last - first)
-        weights[place] += total - far
-        weights[place + 1] += far
+    weights[1:] += far
+    weights[:-1] += total - far
     return x, weights
 
 

@@ -16,8 +16,8 @@ from infinipipe.costs.rates import ChunkRates
 def smallest_trip_seconds(rates: ChunkRates) -> Floats:
     """Return (stages,) the seconds of a chunk of one token to the stage and back from it."""
     both_transfers = rates.transfer * 2
-    stages_passed = rates.work + both_transfers
-    trips = stages_passed.cumulative() - rates.work - both_transfers
+    passed = rates.work + both_transfers
+    trips = passed.cumulative() - rates.work - both_transfers
     one_token = np.ones(1)
     return trips.whole_seconds(one_token)[:, 0]
 
@@ -29,14 +29,17 @@ def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
     layer, it holds this layer whole, and all slices before still keep the inputs of all layers.
     """
     sizes = rates.bytes
-    last = (sizes.full + sizes.beside_layers + sizes.backward_transient)[:, None]
-    before = (rates.num_layers * sizes.input + sizes.beside_layers)[:, None]
+    last = sizes.full + sizes.beside_layers + sizes.backward_transient
+    before = rates.num_layers * sizes.input + sizes.beside_layers
     # Straight in the tokens of the last slice, so least for the smallest or for the largest one.
-    with_smallest = last + before * (lengths - 1)
-    with_largest = last * (lengths - 1) + before
+    others = lengths - 1
+    with_smallest = last + before * others
+    with_largest = last * others + before
     slices = np.minimum(with_smallest, with_largest)
-    slots = (rates.num_layers * (sizes.kv + sizes.kv_gradients))[:, None] * lengths
-    fits = slices + slots <= rates.backward_room[:, None]
+
+    slot_per_layer = sizes.kv + sizes.kv_gradients
+    slot = rates.num_layers * slot_per_layer * lengths
+    fits = slices + slot <= rates.backward_room
     return np.asarray(fits.all(axis=0))
 
 
@@ -47,27 +50,29 @@ def whole_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
     recomputed frees its activations, and its K and V.
     """
     sizes = rates.bytes
-    layers = rates.num_layers * (sizes.full + sizes.kv)
-    held = (layers + sizes.beside_layers + sizes.backward_transient)[:, None] * lengths
-    lacking = np.maximum(0.0, held - rates.backward_room[:, None])
-    return np.asarray(lacking / (sizes.freed + sizes.kv))
+    held = _kept_bytes(rates) + sizes.backward_transient
+    beyond_room = held * lengths - rates.backward_room
+    freed = sizes.freed + sizes.kv
+    return np.maximum(0.0, beyond_room) / freed
 
 
 def forced_recompute_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
     """Return (stages,) the least seconds of recompute that sequences force, each by itself."""
-    layers = rates.num_layers[:, None]
+    num_layers = rates.num_layers
     split = np.where(can_split, _split_recompute_tokens(rates, lengths), np.inf)
     whole = whole_recompute_tokens(rates, lengths)
-    tokens = np.minimum(np.minimum(split, whole), layers * lengths)
+    either = np.minimum(split, whole)
+    tokens = np.minimum(either, num_layers * lengths)
+
     # Cheapest are the first tokens, whose attention is short, in all layers.
-    prefix = tokens / layers
-    rate = rates.recompute.least_per_token()
-    pairs = layers * rates.recompute.per_pair * prefix * prefix / 2
-    return np.asarray((rate * tokens + pairs).sum(axis=1))
+    prefix = tokens / num_layers
+    pairs = num_layers * rates.recompute.per_pair * prefix * prefix / 2
+    seconds = rates.recompute.least_per_token() * tokens + pairs
+    return np.asarray(seconds.sum(axis=1))
 
 
 def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
-    """Return (stages, lengths) the same as `whole_recompute_tokens`, of a sequence that is split.
+    """Return (stages, lengths) the tokens of layers that a split sequence must recompute.
 
     When the B of a last slice begins, all slices are kept, and one layer's gradients of K and V
     are there. When it is at its first layer, all slices but this one are kept, and the gradients
@@ -75,18 +80,26 @@ def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
     mostly for less: then it is least where they meet.
     """
     sizes = rates.bytes
-    layers = rates.num_layers[:, None]
-    kept = (rates.num_layers * (sizes.full + sizes.kv) + sizes.beside_layers)[:, None] * lengths
-    beyond_room = kept - rates.backward_room[:, None]
+    beyond_room = _kept_bytes(rates) * lengths - rates.backward_room
     kv_gradients = sizes.kv_gradients * lengths
+    all_kv_gradients = rates.num_layers * kv_gradients
+    layers_done = (rates.num_layers - 1) * sizes.full
 
     smallest = np.ones_like(lengths)
-    where_they_meet = np.clip(kv_gradients / sizes.full, 1, np.maximum(1, lengths - 1))
-    lacking = np.full(kept.shape, np.inf)
+    largest = np.maximum(1, lengths - 1)
+    where_they_meet = np.clip(kv_gradients / sizes.full, 1, largest)
+    lacking = np.full(beyond_room.shape, np.inf)
     for last in (smallest, where_they_meet):
-        transient = sizes.backward_transient[:, None] * last
+        transient = sizes.backward_transient * last
         begin = kv_gradients
-        first_layer = layers * kv_gradients - (layers - 1) * sizes.full * last
+        first_layer = all_kv_gradients - layers_done * last
         needed = beyond_room + transient + np.maximum(begin, first_layer)
         lacking = np.minimum(lacking, needed)
     return np.asarray(np.maximum(0.0, lacking) / sizes.freed)
+
+
+def _kept_bytes(rates: ChunkRates) -> Floats:
+    """Return (stages, 1) the bytes per token from F to B without recompute, K and V included."""
+    sizes = rates.bytes
+    layer = sizes.full + sizes.kv
+    return rates.num_layers * layer + sizes.beside_layers
