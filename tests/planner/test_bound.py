@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.costs.cost import Costs, chunk_costs, chunk_loads, replay_memory, static_bytes
+from infinipipe.costs.rates import SizeRates
 from infinipipe.costs.simulate import simulate
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Chunk, Op, OpKind, Sequence, Slice, chunk_chains
 from infinipipe.ir.rules.deadlock import find_deadlock
-from infinipipe.planner import bound
 from infinipipe.planner.bound import makespan_bound
+from infinipipe.planner.bound.ends import Trip
 from infinipipe.planner.compile import plan_step
 from infinipipe.planner.passes.schedule import Schedule
 from infinipipe.planner.policies import POLICIES
@@ -302,11 +303,11 @@ def test_chunks_that_grow_and_shrink_come_within_three_percent(
     for sizes in ([100], [50] * 2, [20] * 5, [10] * 10, [5] * 20, [2] * 50):
         assert eager_makespan(problem, pack(sizes, 1)) > 1.04 * reached
 
-    def too_slow(self: bound._Trip, more: Floats, *, early_context: bool) -> Floats:
-        return np.asarray(right(self, more, early_context=early_context) ** 0.2)
+    def too_slow(self: Trip, added: SizeRates, *, early_context: bool) -> Floats:
+        return np.asarray(right(self, added, early_context=early_context) ** 0.2)
 
-    right = bound._Trip.growth
-    monkeypatch.setattr(bound._Trip, "growth", too_slow)
+    right = Trip.growth
+    monkeypatch.setattr(Trip, "growth", too_slow)
     assert bound_of(problem) > reached, "chunks may grow faster than that"
 
 

@@ -1,0 +1,92 @@
+"""The bound by turns: sequences so long that no two of them fit on a stage together.
+
+A sequence is open on a stage from its first F to its last B there. Two of them take turns if the
+stage can hold neither while the other one's last B runs. Both need more the longer they are: if
+the two shortest of the longest k must take turns, all k must.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from infinipipe.aliases import Bools, Floats, Ints
+from infinipipe.costs.rates import ChunkRates
+from infinipipe.planner.bound.work import whole_recompute_tokens
+
+# A quotient that is a whole number but for rounding is not rounded up to the next one.
+_ROUNDING = 1 - 1e-12
+
+
+def turn_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools, num_replicas: int) -> float:
+    """Return the longest time in which sequences, the longest first, take turns on a stage."""
+    needed = _open_bytes(rates, lengths, can_split)
+    counts = _turn_counts(rates, needed)
+    most = counts.max()
+    spans = _open_seconds(rates, lengths[:most], can_split[:most])
+    takes_turns = np.arange(most) < counts[:, None]
+    sums = (spans * takes_turns).sum(axis=1)
+    # Replicas share the turns, but no sequence is in two of them.
+    shared = sums.max() / num_replicas
+    longest = spans[:, 0].max()
+    return float(max(shared, longest))
+
+
+class _OpenBytes(NamedTuple):
+    """The least bytes that sequences need on each stage; arrays are (stages, lengths)."""
+
+    last: Floats
+    """While its last B runs."""
+    held: Floats
+    """At any time from its first F to its last B."""
+
+
+def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBytes:
+    sizes = rates.bytes
+    num_layers = rates.num_layers
+    # B of a whole one holds a layer with its K and V, and the inputs of the others. Until then,
+    # it keeps at least the inputs of all.
+    whole_last = (sizes.least + sizes.kv) * lengths
+    inputs = num_layers * sizes.input + sizes.beside_layers
+    whole_held = np.minimum(inputs, sizes.least) * lengths
+    # A split one has its K and V in slots, and in its last B all their gradients.
+    layer_tokens = num_layers * lengths
+    slot_per_layer = sizes.kv + sizes.kv_gradients
+    split_last = layer_tokens * slot_per_layer
+    split_held = layer_tokens * sizes.kv
+    either_last = np.minimum(whole_last, split_last)
+    either_held = np.minimum(whole_held, split_held)
+    return _OpenBytes(
+        last=np.where(can_split, either_last, whole_last),
+        held=np.where(can_split, either_held, whole_held),
+    )
+
+
+def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
+    """Return (stages,) how many of the longest sequences take turns."""
+    # Of each sequence and the next shorter one.
+    longer_last, shorter_last = needed.last[:, :-1], needed.last[:, 1:]
+    longer_held, shorter_held = needed.held[:, :-1], needed.held[:, 1:]
+    together = np.minimum(shorter_last + longer_held, longer_last + shorter_held)
+    take_turns = together > rates.backward_room
+    turns_so_far = np.cumprod(take_turns, axis=1)
+    return np.asarray(1 + turns_so_far.sum(axis=1))
+
+
+def _open_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
+    """Return (stages, lengths) the least seconds that a sequence is open on a stage.
+
+    One that is not split is open while it travels down from the stage and back. A split one is
+    open at least while its slices run on any one of the stages from this one on.
+    """
+    tokens = whole_recompute_tokens(rates, lengths)
+    layers = np.ceil(tokens / lengths * _ROUNDING)
+    recomputed = np.minimum(layers, rates.num_layers)
+    recompute = recomputed * rates.recompute.whole_seconds(lengths)
+    whole = rates.work.whole_seconds(lengths) + recompute
+    split = rates.work.split_seconds(lengths)
+    # From the last stage up.
+    trips = np.cumsum(whole[::-1], axis=0)[::-1]
+    slices = np.maximum.accumulate(split[::-1], axis=0)[::-1]
+    return np.where(can_split, np.minimum(slices, trips), trips)

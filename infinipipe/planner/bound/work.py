@@ -1,0 +1,105 @@
+"""The bound by work: what sequences force by themselves, and the trip to a stage and back.
+
+The makespan is at least the work of any stage, and the time that the smallest chunk takes to get
+there and back. The work is F and B of all tokens at the best rate of any chunk, all attention
+pairs, and the recompute without which some sequence would not fit on the stage even alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from infinipipe.aliases import Bools, Floats
+from infinipipe.costs.rates import ChunkRates
+
+
+def smallest_trip_seconds(rates: ChunkRates) -> Floats:
+    """Return (stages,) the seconds of a chunk of one token to the stage and back from it."""
+    both_transfers = rates.transfer * 2
+    passed = rates.work + both_transfers
+    trips = passed.cumulative() - rates.work - both_transfers
+    one_token = np.ones(1)
+    return trips.whole_seconds(one_token)[:, 0]
+
+
+def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
+    """Return (lengths,) whether every stage can hold such a sequence split.
+
+    The B of its last slice brings the gradients of all its K and V. When that B is at its first
+    layer, it holds this layer whole, and all slices before still keep the inputs of all layers.
+    """
+    sizes = rates.bytes
+    last = sizes.full + sizes.beside_layers + sizes.backward_transient
+    before = rates.num_layers * sizes.input + sizes.beside_layers
+    # Straight in the tokens of the last slice, so least for the smallest or for the largest one.
+    others = lengths - 1
+    with_smallest = last + before * others
+    with_largest = last * others + before
+    slices = np.minimum(with_smallest, with_largest)
+
+    slot_per_layer = sizes.kv + sizes.kv_gradients
+    slot = rates.num_layers * slot_per_layer * lengths
+    fits = slices + slot <= rates.backward_room
+    return np.asarray(fits.all(axis=0))
+
+
+def whole_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the tokens of layers that a whole sequence must recompute.
+
+    Its B holds all that F kept, besides what it needs itself. A token of a layer that is
+    recomputed frees its activations, and its K and V.
+    """
+    sizes = rates.bytes
+    held = _kept_bytes(rates) + sizes.backward_transient
+    beyond_room = held * lengths - rates.backward_room
+    freed = sizes.freed + sizes.kv
+    return np.maximum(0.0, beyond_room) / freed
+
+
+def forced_recompute_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
+    """Return (stages,) the least seconds of recompute that sequences force, each by itself."""
+    num_layers = rates.num_layers
+    split = np.where(can_split, _split_recompute_tokens(rates, lengths), np.inf)
+    whole = whole_recompute_tokens(rates, lengths)
+    either = np.minimum(split, whole)
+    tokens = np.minimum(either, num_layers * lengths)
+
+    # Cheapest are the first tokens, whose attention is short, in all layers.
+    prefix = tokens / num_layers
+    pairs = num_layers * rates.recompute.per_pair * prefix * prefix / 2
+    seconds = rates.recompute.least_per_token() * tokens + pairs
+    return np.asarray(seconds.sum(axis=1))
+
+
+def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the tokens of layers that a split sequence must recompute.
+
+    When the B of a last slice begins, all slices are kept, and one layer's gradients of K and V
+    are there. When it is at its first layer, all slices but this one are kept, and the gradients
+    of all layers. The first of these times asks for more the larger the last slice is, the second
+    mostly for less: then it is least where they meet.
+    """
+    sizes = rates.bytes
+    beyond_room = _kept_bytes(rates) * lengths - rates.backward_room
+    kv_gradients = sizes.kv_gradients * lengths
+    all_kv_gradients = rates.num_layers * kv_gradients
+    layers_done = (rates.num_layers - 1) * sizes.full
+
+    smallest = np.ones_like(lengths)
+    largest = np.maximum(1, lengths - 1)
+    where_they_meet = np.clip(kv_gradients / sizes.full, 1, largest)
+    lacking = np.full(beyond_room.shape, np.inf)
+    for last in (smallest, where_they_meet):
+        transient = sizes.backward_transient * last
+        begin = kv_gradients
+        first_layer = all_kv_gradients - layers_done * last
+        needed = beyond_room + transient + np.maximum(begin, first_layer)
+        lacking = np.minimum(lacking, needed)
+    return np.asarray(np.maximum(0.0, lacking) / sizes.freed)
+
+
+def _kept_bytes(rates: ChunkRates) -> Floats:
+    """Return (stages, 1) the bytes per token from F to B without recompute, K and V included."""
+    sizes = rates.bytes
+    layer = sizes.full + sizes.kv
+    return rates.num_layers * layer + sizes.beside_layers
