@@ -4,10 +4,12 @@ from infinipipe.costs.chunks import ChunkSizes, CostedChunks
 from infinipipe.costs.memory import StageMemory
 from infinipipe.costs.model import CostModel, max_sequence_tokens
 from infinipipe.costs.program import PackedProgram
+from infinipipe.costs.rates import ChunkRates
 from infinipipe.costs.simulate import Timeline, simulate
 from infinipipe.costs.work import Work
 
 __all__ = [
+    "ChunkRates",
     "ChunkSizes",
     "CostModel",
     "CostedChunks",

@@ -17,6 +17,7 @@ from infinipipe.costs.chunks import (
 )
 from infinipipe.costs.memory import StageBytes, StageMemory, stage_memory
 from infinipipe.costs.program import PackedProgram
+from infinipipe.costs.rates import ChunkRates, make_rates
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
@@ -194,6 +195,17 @@ class CostModel:
         """Return the bytes of their gradients."""
         layers = self.stages[stage_index].num_layers
         return np.asarray(tokens * layers * self.profile.bytes.layer_kv_grad_per_token)
+
+    def rates(self, limits: SequenceOf[int], lengths: Floats) -> ChunkRates:
+        """Return the least that chunks of each size need, for the bound: the relaxation of what
+        `price` and `memory` say exactly.
+
+        Args:
+            limits: bytes of each stage.
+            lengths: (sequences,) tokens of each sequence of the batch, longest first.
+        """
+        room = [limit - self.static_bytes(stage) for stage, limit in enumerate(limits)]
+        return make_rates(self.profile, self.stages, room, lengths)
 
     def layer_s(self, tokens: int, pairs: int, slices: int) -> float:
         """Return the seconds of F and B of one layer for a chunk of whole sequences."""

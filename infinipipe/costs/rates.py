@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs.cost import curve_seconds, static_bytes
+from infinipipe.costs.times import curve_seconds
 from infinipipe.ir import Stage
 from infinipipe.profiles import Bytes, Curve, LayerTime, Profile, Times
 
@@ -186,21 +186,20 @@ class ChunkRates:
 
 
 def make_rates(
-    profile: Profile, stages: SequenceOf[Stage], limits: SequenceOf[int], lengths: Floats
+    profile: Profile, stages: SequenceOf[Stage], room_bytes: SequenceOf[int], lengths: Floats
 ) -> ChunkRates:
     """Return the rates of chunks of a batch.
 
     Args:
         profile: of the model on the device.
         stages: of the pipeline.
-        limits: bytes of each stage.
+        room_bytes: of each stage, what its static bytes leave of its limit.
         lengths: (sequences,) tokens of each sequence of the batch, longest first.
     """
     times = profile.times
     parts = _stage_parts(stages)
     token_bytes = _token_bytes(profile.bytes, parts)
-    static = [static_bytes(profile, stage) for stage in stages]
-    room = _column(limits) + _SPARE_BYTES - _column(static)
+    room = _column(room_bytes) + _SPARE_BYTES
     backward_room = room - profile.bytes.layer_backward_peak.constant
 
     fitting = (backward_room / token_bytes.least).min()

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.cost import layer_seconds
+from infinipipe.costs.times import layer_seconds
 from infinipipe.highs import QuietHighs
 from infinipipe.profiles.profile import Curve, LayerTime, Line
 

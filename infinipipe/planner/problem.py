@@ -9,7 +9,6 @@ import numpy as np
 from infinipipe.aliases import Ints
 from infinipipe.costs import CostModel
 from infinipipe.ir import Sequence, Stage
-from infinipipe.profiles import Profile
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,6 @@ class Pipeline:
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return len(self.costs.stages)
-
-    @property
-    def profile(self) -> Profile:
-        """Transitional."""
-        return self.costs.profile
 
     @property
     def num_replicas(self) -> int:

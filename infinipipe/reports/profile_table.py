@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs.cost import curve_seconds, layer_seconds
+from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.profiles import Profile
 from infinipipe.profiles.profile import Accuracy, LayerTime, Line, Refinement, Times
 from infinipipe.units import show_bytes

@@ -22,7 +22,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats
-from infinipipe.costs.rates import ChunkRates, make_rates
+from infinipipe.costs import ChunkRates
 from infinipipe.ir import Sequence
 from infinipipe.planner.bound.ends import make_ends
 from infinipipe.planner.bound.prices import FREE, Prices
@@ -46,7 +46,7 @@ def makespan_bound(pipeline: Pipeline, sequences: SequenceOf[Sequence], num_repl
         return 0.0
     tokens = np.array([sequence.length for sequence in sequences], dtype=np.float64)
     lengths = np.sort(tokens)[::-1]
-    rates = make_rates(pipeline.profile, pipeline.stages, pipeline.limits, lengths)
+    rates = pipeline.costs.rates(pipeline.limits, lengths)
     can_split = can_be_split(rates, lengths)
     bounds = [
         _work_and_prices_seconds(rates, lengths, can_split, num_replicas),
