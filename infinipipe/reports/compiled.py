@@ -59,9 +59,10 @@ class _Summary:
 
     def _add_recompute(self, replica: Replica) -> None:
         for number, chunk in enumerate(replica.chunks):
-            recomputed = sum(counts[number] for counts in replica.recompute)
-            self.num_recomputed += chunk.num_tokens * recomputed
-            self.num_activations += chunk.num_tokens * self.num_layers
+            num_tokens = chunk.num_tokens
+            num_recomputed = sum(counts[number] for counts in replica.recompute)
+            self.num_recomputed += num_tokens * num_recomputed
+            self.num_activations += num_tokens * self.num_layers
 
     def _add_predictions(self, predicted: SequenceOf[StagePrediction]) -> None:
         # Replica by replica, as sums of floats depend on their order.
