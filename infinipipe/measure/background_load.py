@@ -37,7 +37,7 @@ _CHUNK_ELEMENTS = 2**18
 _LEAST_TOKENS = 64
 _MOST_TOKENS = 2048
 _NUM_SLICES = 4
-"""A pack of so many sequences, as most chunks of a run are packs."""
+"""It is a pack, which is what short sequences make."""
 _LOAD_BYTES = 2 * 8
 """Per parameter: weights and gradients of a layer in float32, and as much again to run it."""
 _POLL_S = 0.2

@@ -73,9 +73,9 @@ def _describe_gpu(device: torch.device) -> Device:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        found = re.search(r"^model name.*?:(.*)$", info.read_text(), re.MULTILINE)
-        if found is not None:
-            return found[1].strip()
+        match = re.search(r"^model name.*?:(.*)$", info.read_text(), re.MULTILINE)
+        if match is not None:
+            return match[1].strip()
     return platform.machine()
 
 
@@ -170,12 +170,12 @@ def _container_cache_bytes() -> int:
     path = _CONTAINER / "memory.stat"
     if not path.exists():
         return 0
-    found = re.findall(r"^(?:in)?active_file (\d+)$", path.read_text(), re.MULTILINE)
-    return sum(map(int, found))
+    sizes = re.findall(r"^(?:in)?active_file (\d+)$", path.read_text(), re.MULTILINE)
+    return sum(int(size) for size in sizes)
 
 
 def _read_kibibytes(path: Path, name: str) -> int:
     """Return the bytes of a line such as `VmSize: 1024 kB`."""
-    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    assert found is not None, f"{path} has no {name}"
-    return 1024 * int(found[1])
+    match = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    assert match is not None, f"{path} has no {name}"
+    return 1024 * int(match[1])

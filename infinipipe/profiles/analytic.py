@@ -121,11 +121,12 @@ def _bytes(model: Model) -> Bytes:
     hidden = model.hidden_size
     inner = model.intermediate_size
     query = query_size(model)
-    # Of each norm its input in float32, normalised in bfloat16 and weighted, and the variance.
+    # Of each norm its input in float32, normalised and weighted in bfloat16, and its scale.
     norms = 2 * (hidden * (FP32 + BF16 + BF16) + FP32)
     # Q and the output, and the log-sum-exp of each head.
     attention = 2 * BF16 * query + FP32 * model.num_heads
-    # Inner tensors of the MLP beside a norm's in float32; and one input and its gradient.
+    # Three inner tensors of the MLP and a hidden one in float32; two more hidden ones in B, and
+    # in F where the layer keeps nothing that they would be part of.
     mlp_peak = BF16 * 3 * inner + FP32 * hidden
     whole_peak = mlp_peak + BF16 * 2 * hidden
     largest_weight = BF16 * hidden * max(inner, query)

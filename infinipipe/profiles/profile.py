@@ -279,7 +279,7 @@ class _Version(msgspec.Struct):
 
 
 def _check_version(data: bytes, path: Path) -> None:
-    """Refuse another version by its number, before its fields are found to be unknown."""
+    """Refuse another version by its number, not by fields that it may have more or fewer of."""
     version = msgspec.json.decode(data, type=_Version).format_version
     if version != PROFILE_FORMAT_VERSION:
         raise InputError(
