@@ -34,6 +34,8 @@ from infinipipe.runtime.memory import track_memory
 # between chunks do they see that it is time to rest, so it is not larger.
 _CHUNK_ELEMENTS = 2**18
 """Of a layer's input: 2,048 tokens of a small model, 64 of a large one."""
+# No fewer for a huge model, whose layer keeps a core busy anyway; no more for a tiny one, whose
+# rounds would get long.
 _LEAST_TOKENS = 64
 _MOST_TOKENS = 2048
 _NUM_SLICES = 4

@@ -20,6 +20,7 @@ from infinipipe.runtime.memory import CpuMemory, CudaMemory
 from infinipipe.runtime.optimizer import make_optimizer
 
 SMALL = 512
+"""Tokens of the smaller chunk; see `LARGE`."""
 LARGE = 1024
 """Tokens of the two chunks that lines go through.
 

@@ -42,6 +42,7 @@ _SLICE_S = 3e-6
 _LAYER_KERNELS = 30
 _WEIGHT_KERNELS = 14
 """Of W: each of a layer's products and the addition to the gradient."""
+# Of the norm, the products, the loss and its gradients; and of scaling what F left.
 _HEAD_KERNELS = 10
 _HEAD_BACKWARD_KERNELS = 4
 _MERGE_KERNELS = 6

@@ -27,7 +27,7 @@ _MAGIC = b"infiplan"
 # bin8 of 24 bytes: magic, offset and crc32 of the index, crc32 of the 20 bytes before.
 _TRAILER = struct.Struct(">2s8sQII")
 _BIN8 = b"\xc4\x18"
-_CRC32_BYTES = 4
+_CRC32_BYTES = 4  # as zlib counts them
 TRAILER_BYTES = _TRAILER.size
 
 # Every format begins with a map whose first key is `format_version`, a small integer.

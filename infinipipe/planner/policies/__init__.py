@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infinipipe.planner.passes.schedule import Result
-from infinipipe.planner.policies import baselines
+from infinipipe.planner.policies.baselines import (
+    plan_1f1b,
+    plan_chunkflow,
+    plan_gpipe,
+    plan_seq1f1b,
+    plan_terapipe,
+)
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Problem
@@ -19,10 +25,10 @@ limit. All but `epp` also take an incumbent, and return it where they find nothi
 POLICIES: dict[str, Policy] = {
     "epp": plan_epp,
     "paper": plan_paper,
-    "gpipe": baselines.plan_gpipe,
-    "1f1b": baselines.plan_1f1b,
-    "terapipe": baselines.plan_terapipe,
-    "seq1f1b": baselines.plan_seq1f1b,
-    "chunkflow": baselines.plan_chunkflow,
+    "gpipe": plan_gpipe,
+    "1f1b": plan_1f1b,
+    "terapipe": plan_terapipe,
+    "seq1f1b": plan_seq1f1b,
+    "chunkflow": plan_chunkflow,
 }
 DEFAULT_POLICY = "epp"
