@@ -1,4 +1,4 @@
-"""The house keeps its order: the map is true, words are used, constants say why, no module needs one that needs it."""
+"""The house keeps its order: its map is true, words are used, constants say why, imports run one way."""
 
 from __future__ import annotations
 

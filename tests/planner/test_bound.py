@@ -576,3 +576,17 @@ def test_a_chunk_that_fits_exactly_fits_the_bound_too() -> None:
         limit = int(np.ceil(alone.memories[0].during(alone.recompute[0]).max()))
         exact = replace(roomy, pipeline=replace(roomy.pipeline, limits=(limit,)))
         assert bound_of(exact) <= alone.makespan_s, full
+
+
+def test_a_profile_of_negative_rates_has_a_bound_that_ends() -> None:
+    """No measurement gives such a profile, but a file may hold one."""
+    profile = toy_profile(4)
+    times = msgspec.structs.replace(
+        profile.times,
+        layer_forward=msgspec.structs.replace(profile.times.layer_forward, s_per_slice=-1e6),
+        layer_backward=msgspec.structs.replace(profile.times.layer_backward, s_per_slice=-1e6),
+    )
+    broken = msgspec.structs.replace(profile, times=times)
+    costs = CostModel(broken, Layout(num_stages=2), make_stages([2, 2]), logits_tokens=16)
+    pipeline = Pipeline(costs, (2**40, 2**40), 1)
+    assert makespan_bound(pipeline, toy_sequences([40, 9, 9]), 1) < 0

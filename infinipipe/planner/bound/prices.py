@@ -157,7 +157,9 @@ class Prices:
             moved = move(point, factor)
             moved_value = self._value(moved)
             improved = moved_value > value * (1 + _LEAST_GAIN)
-            if not improved:
+            # Rates below 0, which only a made-up profile has, can make all values negative: none of
+            # them is a bound, and by the factor they would improve for ever.
+            if not improved or moved_value <= 0:
                 return point, value
             point = moved
             value = moved_value
