@@ -119,11 +119,12 @@ def test_a_run_refines_its_profile_and_the_next_plan_predicts_what_it_measured(
     assert call(*compile_)[0] == 0
     with open_plan(tmp_path / "plan.msgpack") as plan:
         predicted = [step.step_s for step in plan]
-    measured, before = (
-        [getattr(s, name) for s in run.settled] for name in ("seconds", "predicted_seconds")
-    )
-    assert predicted[1:] == pytest.approx([run_scale(tmp_path) * s for s in before], rel=1e-6)
-    assert 1 / 3 < sum(predicted[1:]) / sum(measured) < 3
+    scale = run_scale(tmp_path)
+    before = [step.predicted_seconds for step in run.settled]
+    assert predicted[1:] == pytest.approx([scale * seconds for seconds in before], rel=1e-6)
+    # However uneven the steps were on a busy machine.
+    slower = [step.seconds / step.predicted_seconds for step in run.settled]
+    assert min(slower) <= scale <= max(slower)
 
 
 def run_scale(folder: Path) -> float:
