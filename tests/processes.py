@@ -10,7 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.multiprocessing import ProcessContext
 
 Found = TypeVar("Found")
 
@@ -85,6 +88,20 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
         kill_family(process.pid)
         _, errors = process.communicate()
         raise AssertionError(f"{error}; its stderr ends with {errors[-2000:]!r}") from None
+
+
+def finish_all(context: ProcessContext) -> None:
+    """Wait for the end of processes that torch started, and raise what one of them raised.
+
+    Raises:
+        AssertionError: one hangs.
+    """
+    try:
+        wait_until(lambda: context.join(timeout=_POLL_S), "all processes have ended")
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
 
 
 def wait_until(look: Callable[[], Found | None], what: str) -> Found:

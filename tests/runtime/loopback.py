@@ -11,9 +11,10 @@ from torch import Tensor
 
 from infinipipe.runtime.ranks import Channel
 from infinipipe.runtime.transport import Shape
+from tests.processes import HARD_LIMIT_S
 
-TIMEOUT_S = 60.0
-"""A stage that waits so long for another hangs, and its test fails."""
+TIMEOUT_S = HARD_LIMIT_S / 2
+"""A stage that waits so long for another hangs, and says so before its thread is given up."""
 
 Queue = queue.Queue[Tensor]
 

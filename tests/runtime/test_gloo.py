@@ -17,7 +17,7 @@ from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.ranks import Ranks, channel_groups
 from infinipipe.runtime.transport import DistributedTransport
-from tests.processes import wait_until
+from tests.processes import finish_all
 from tests.runtime.cuts import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
 from tests.runtime.replay import (
     CPU,
@@ -83,12 +83,7 @@ def test_every_gradient_over_gloo(tmp_path: Path) -> None:
     context = mp.start_processes(
         _worker, args=(str(tmp_path),), nprocs=WORLD, join=False, daemon=True, start_method="spawn"
     )
-    try:
-        wait_until(lambda: context.join(timeout=1), "the processes end")
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
+    finish_all(context)
     for index, (name, case) in enumerate(everything.items()):
         parts = [
             torch.load(tmp_path / f"{index}-{rank}") for rank in range(len(case.header.stages))
