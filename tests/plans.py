@@ -1,4 +1,7 @@
-"""Small valid plans made by hand: 1F1B over any number of stages, with split sequences and packed short ones."""
+"""Small valid plans made by hand.
+
+1F1B over any number of stages, with split sequences and packed short ones.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from infinipipe.costs import PackedProgram, simulate
 from infinipipe.costs.predict import Span
-from infinipipe.costs.simulate import simulate
 from infinipipe.ir import (
     FORMAT_VERSION,
     Chunk,
@@ -31,7 +35,10 @@ from infinipipe.ir import (
 )
 from infinipipe.ir.file.store import PlanWriter
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+F = OpKind.FORWARD
+B = OpKind.BACKWARD
+I = OpKind.BACKWARD_INPUT  # noqa: E741
+W = OpKind.BACKWARD_WEIGHT
 
 LENGTHS = (7, 40, 5, 3, 24, 1)
 
@@ -58,7 +65,10 @@ def make_model(num_layers: int = 8, **changes: Any) -> Model:
 def make_header(
     num_stages: int = 2, num_replicas: int = 1, num_steps: int = 2, **changes: Any
 ) -> Header:
-    """Return a header whose layers are spread evenly, the first stages one more where they do not divide."""
+    """Return a header whose layers are spread evenly.
+
+    The first stages have one more where they do not divide.
+    """
     model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
     profile = msgspec.msgpack.encode(
@@ -102,7 +112,10 @@ def make_header(
 def make_chunks(
     lengths: SequenceOf[int], indices: SequenceOf[int], chunk_tokens: int = 16
 ) -> tuple[Chunk, ...]:
-    """Slice the sequences longer than a chunk; their last slice and the short ones are packed with what comes next."""
+    """Slice the sequences longer than a chunk.
+
+    Their last slice and the short ones are packed with what comes next.
+    """
     chunks: list[list[Slice]] = []
     for index in sorted(indices, key=lambda i: -lengths[i]):
         start = 0
@@ -131,7 +144,10 @@ def order_1f1b(chains: SequenceOf[tuple[int, ...]], stage: int, num_stages: int)
 
 
 def split_backwards(program: SequenceOf[Op]) -> tuple[Op, ...]:
-    """Replace every B by I, and do the W of a chunk right after the next I (the last ones at the end)."""
+    """Replace every B by I, and do the W of a chunk right after the next I.
+
+    The last ones come at the end.
+    """
     split: list[Op] = []
     waiting: list[Op] = []
     for op in program:
@@ -196,12 +212,16 @@ def make_step(
 
 
 def make_spans(step: Step) -> tuple[Span, ...]:
-    """Return a timeline in which F takes 1 s, B 3 s of which 1 s is recompute, I and W 1 s each, transfers nothing."""
+    """Return a timeline in which F takes 1 s, B 3 s, I and W 1 s each, and transfers nothing.
+
+    Of a B, 1 s is recompute.
+    """
     seconds = {F: 1.0, B: 3.0, I: 1.0, W: 1.0}
     spans = []
     for number, replica in enumerate(step.replicas):
-        durations = [[seconds[op.kind] for op in program] for program in replica.programs]
-        timeline = simulate(replica.programs, durations, [0.0] * len(replica.chunks))
+        durations = [np.array([seconds[op.kind] for op in program]) for program in replica.programs]
+        programs = [PackedProgram.pack(program) for program in replica.programs]
+        timeline = simulate(programs, durations, np.zeros(len(replica.chunks)))
         for stage, program in enumerate(replica.programs):
             spans += [
                 Span(

@@ -1,22 +1,31 @@
-"""Small problems: a few short sequences on a small model whose costs keep the proportions of a large one."""
+"""Small problems: few short sequences, and a small model with the proportions of a large one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from infinipipe.costs.cost import static_bytes
-from infinipipe.ir import Sequence
+from infinipipe.aliases import Ints
+from infinipipe.costs import CostModel, PackedProgram, Work
+from infinipipe.ir import Layout, Op, Sequence
+from infinipipe.planner.passes.chunking import Chunks, cut_chunks
+from infinipipe.planner.passes.order import backward_order, stage_leads
 from infinipipe.planner.passes.partition import make_stages
 from infinipipe.planner.problem import Pipeline, Problem
 from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.models import model_from_config
+
+ToyWindow = Literal["adaptive", "uniform", "serial"]
+"""The product's windows, and one that ends a chain before it starts the next."""
+TOY_WINDOWS: tuple[ToyWindow, ...] = ("adaptive", "uniform", "serial")
 
 ROOMY = 2**62
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
@@ -24,7 +33,10 @@ _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 
 @cache
 def toy_profile(num_layers: int = 6) -> Profile:
-    """Return a profile in which one token of one layer takes 1 s in F and 2 s in B, attention and overhead some."""
+    """Return a profile in which one token of one layer takes 1 s in F and 2 s in B.
+
+    Attention and overhead take some as well.
+    """
     model = model_from_config("tiny", PRESETS["tiny"] | {"num_hidden_layers": num_layers})
     profile = analytic_profile(model, "a800-80g")
 
@@ -63,16 +75,32 @@ def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:
     return tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths))
 
 
+def toy_costs(
+    profile: Profile, counts: SequenceOf[int], logits_tokens: int = 16, num_replicas: int = 1
+) -> CostModel:
+    """Return what stages of so many layers cost."""
+    layout = Layout(num_stages=len(counts), num_replicas=num_replicas)
+    return CostModel(profile, layout, make_stages(counts), logits_tokens)
+
+
+def roomy_limits(costs: CostModel, room_bytes: float) -> tuple[int, ...]:
+    """Return limits that leave every stage so many bytes besides its static ones."""
+    stages = range(len(costs.stages))
+    return tuple(costs.static_bytes(stage) + int(room_bytes) for stage in stages)
+
+
 def toy_pipeline(
-    counts: SequenceOf[int], room_bytes: float = ROOMY, context_tokens: int = 1
+    counts: SequenceOf[int],
+    room_bytes: float = ROOMY,
+    context_tokens: int = 1,
+    num_replicas: int = 1,
 ) -> Pipeline:
     """Return stages of so many layers, each with so many bytes besides its static ones.
 
     No system packs less than the longest sequence, so a context of 1 leaves that to each problem.
     """
-    profile, stages = toy_profile(sum(counts)), make_stages(counts)
-    limits = tuple(static_bytes(profile, stage) + int(room_bytes) for stage in stages)
-    return Pipeline(profile, stages, limits, logits_tokens=16, context_tokens=context_tokens)
+    costs = toy_costs(toy_profile(sum(counts)), counts, num_replicas=num_replicas)
+    return Pipeline(costs, roomy_limits(costs, room_bytes), context_tokens)
 
 
 def toy_problem(
@@ -81,6 +109,46 @@ def toy_problem(
     return Problem(
         toy_pipeline(counts, room_bytes), toy_sequences(lengths), tuple(range(len(lengths)))
     )
+
+
+def with_profile(problem: Problem, profile: Profile) -> Problem:
+    """Return the same problem on the same stages, with other costs and the same limits."""
+    costs = problem.pipeline.costs
+    costs = CostModel(profile, costs.layout, costs.stages, costs.logits_tokens)
+    return replace(problem, pipeline=replace(problem.pipeline, costs=costs))
+
+
+def with_limits(problem: Problem, limits: SequenceOf[int]) -> Problem:
+    """Return the same problem with other limits."""
+    return replace(problem, pipeline=replace(problem.pipeline, limits=tuple(limits)))
+
+
+def cut(
+    problem: Problem, parts: float, max_tokens: int = 10**6, even: bool = False
+) -> tuple[Chunks, Work, float]:
+    """Cut into so many parts of equal work; return the chunks, the work and that of a part."""
+    work = problem.pipeline.costs.work
+    target = float(work.whole(problem.lengths).sum()) / parts
+    return cut_chunks(problem, work, target, max_tokens, even=even), work, target
+
+
+def toy_leads(chunks: Chunks, num_stages: int, window: ToyWindow, depth: int) -> Ints:
+    """Do as `stage_leads` does, for one window more."""
+    if window != "serial":
+        return stage_leads(chunks, num_stages, window, depth)
+    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    ahead = np.minimum(np.arange(num_stages)[::-1], depth)
+    return np.asarray(np.minimum(ends + ahead[:, None], len(ends)))
+
+
+def toy_programs(
+    chains: tuple[int, ...], num_stages: int, window: ToyWindow, depth: int
+) -> list[tuple[Op, ...]]:
+    """Return every stage's program for chains of so many chunks."""
+    chunks = Chunks(chunks=(), chains=chains)
+    backwards = backward_order(chunks)
+    leads = toy_leads(chunks, num_stages, window, depth)
+    return [PackedProgram.interleave(row, backwards).unpack() for row in leads]
 
 
 def draw_lengths(name: str, count: int, seed: int) -> list[int]:
