@@ -159,6 +159,21 @@ def split_backwards(program: SequenceOf[Op]) -> tuple[Op, ...]:
     return (*split, *waiting)
 
 
+def split_some(program: SequenceOf[Op], generator: np.random.Generator) -> tuple[Op, ...]:
+    """Make I of some B, each with its W anywhere behind."""
+    split: list[Op] = []
+    waiting: list[Op] = []
+    for op in program:
+        if op.kind == B and generator.random() < 0.7:
+            split.append(Op(I, op.chunk))
+            waiting.append(Op(W, op.chunk))
+        else:
+            split.append(op)
+        while waiting and generator.random() < 0.4:
+            split.append(waiting.pop(generator.integers(len(waiting))))
+    return (*split, *waiting)
+
+
 def make_replica(
     header: Header,
     sequences: SequenceOf[Sequence],

@@ -16,6 +16,7 @@ from infinipipe.costs import simulate as simulate_packed
 from infinipipe.ir import TRAITS, Direction, Op, OpKind
 from infinipipe.ir.text import parse_program
 from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_programs
+from tests.plans import split_some
 
 
 def simulate(
@@ -75,21 +76,6 @@ PLANS = st.tuples(
     st.integers(0, 5),
     st.integers(0, 2**32),
 )
-
-
-def split_some(program: tuple[Op, ...], generator: np.random.Generator) -> tuple[Op, ...]:
-    """Make I of some B, each with its W anywhere behind."""
-    split: list[Op] = []
-    waiting: list[Op] = []
-    for op in program:
-        if op.kind == OpKind.BACKWARD and generator.random() < 0.7:
-            split.append(Op(OpKind.BACKWARD_INPUT, op.chunk))
-            waiting.append(Op(OpKind.BACKWARD_WEIGHT, op.chunk))
-        else:
-            split.append(op)
-        while waiting and generator.random() < 0.4:
-            split.append(waiting.pop(generator.integers(len(waiting))))
-    return (*split, *waiting)
 
 
 @pytest.mark.parametrize("split", [False, True])

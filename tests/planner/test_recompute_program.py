@@ -91,7 +91,8 @@ def best_makespan(schedule: Schedule) -> float:
     """Try all counts of a program: those that fit, and that no smaller counts undercut."""
     choices = []
     for memory, limit in zip(schedule.memories, schedule.problem.pipeline.limits, strict=True):
-        counts = np.array(list(product(range(memory.num_layers + 1), repeat=len(memory.activation_bytes))))
+        num_chunks = len(memory.activation_bytes)
+        counts = np.array(list(product(range(memory.num_layers + 1), repeat=num_chunks)))
         fitting = [row for row in counts if memory.during(row).max() <= limit]
         choices.append(
             [
@@ -174,7 +175,8 @@ def test_no_counts_that_fit_beat_the_bound(
 
 
 def test_the_sweep_is_not_the_best_and_the_best_is_found() -> None:
-    # The sweep drops what is in flight longest for its bytes: the last chunks, whose B end the step.
+    # The sweep drops what is in flight longest for its bytes: the last chunks, whose B end the
+    # step.
     schedule = swept([7, 27, 6, 12, 17], [2, 2, 2], 3, 0.49, "uniform")
     best = best_makespan(schedule)
     assert schedule.makespan_s > 1.1 * best
@@ -201,9 +203,7 @@ def test_solvers_cut_short_leave_a_valid_plan_and_say_so(
     most_iterations: int, most_nodes: int, parts: int
 ) -> None:
     schedule = swept([40, 30, 20, 20, 10], [3, 3, 3], parts, 0.1, "uniform")
-    found, solved = polish(
-        schedule, most_iterations=most_iterations, most_nodes=most_nodes
-    )
+    found, solved = polish(schedule, most_iterations=most_iterations, most_nodes=most_nodes)
     check(schedule, found, solved)
     assert solved is not None
     assert solved.solver == ("SCIP" if parts == 12 else "HiGHS")
