@@ -1,7 +1,9 @@
 """Plans that must not change: every policy on twenty inputs, kept by digest in `golden.json`.
 
-    python -m tests.planner.golden check        # plan all of them again, some minutes; prints what differs
-    python -m tests.planner.golden write        # after a change that is meant to change plans
+    # Plan all of them again, which takes minutes, and print what differs.
+    python -m tests.planner.golden check
+    # After a change that is meant to change plans.
+    python -m tests.planner.golden write
 
 `test_golden.py` plans a few of them in every run of the tests.
 """
@@ -49,7 +51,8 @@ class Input(NamedTuple):
     def name(self) -> str:
         """What it is called in `golden.json`."""
         more = "".join(self.more).replace("--", " ")
-        return f"{self.model} {self.lengths} {self.count} to {self.longest}, {self.stages} stages of {self.memory}{more}"
+        lengths = f"{self.lengths} {self.count} to {self.longest}"
+        return f"{self.model} {lengths}, {self.stages} stages of {self.memory}{more}"
 
 
 INPUTS = (
@@ -94,7 +97,10 @@ def write_lengths(given: Input, path: Path) -> None:
 
 
 def write_profile(given: Input, path: Path) -> None:
-    """Write the analytic profile as it was before gradient synchronisation had a price, which plans hold."""
+    """Write the analytic profile as it was before gradient synchronisation had a price.
+
+    Plans hold their profile.
+    """
     if given.device == MEASURED:
         path.write_bytes(MEASURED_PROFILE.read_bytes())
         return
@@ -108,9 +114,11 @@ class Digests(NamedTuple):
     """Of one plan, or of why there is none."""
 
     exact: str
-    """Of every byte. With replicas, seconds of whole steps are left out: synchronising gradients is a part of them."""
+    """Of every byte. With replicas, seconds of whole steps are left out: synchronising gradients is
+    a part of them."""
     rounded: str
-    """Of the plan as JSON with nine digits of each float: sums of floats differ in their last between processors."""
+    """Of the plan as JSON with nine digits of each float: sums of floats differ in their last
+    between processors."""
 
 
 def plan_digests(given: Input, policy: str) -> Digests:

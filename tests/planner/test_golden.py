@@ -9,7 +9,8 @@ import pytest
 
 from tests.planner.golden import GOLDEN, INPUTS, POLICIES, plan_digests
 
-# Small and quick, and of each kind: measured and analytic, one stage and several, short of memory, with replicas.
+# Small and quick, and of each kind: measured and analytic, one stage and several, short of memory,
+# with replicas.
 FEW = (INPUTS[0], INPUTS[2], INPUTS[14], INPUTS[17])
 
 
