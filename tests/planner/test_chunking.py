@@ -1,4 +1,4 @@
-"""Chunks: every token once, equal work, no more tokens than allowed, no more bins than first fit decreasing."""
+"""Chunks: every token once, equal work, no more tokens than allowed, few bins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinipipe.costs import Work
 from infinipipe.ir import Slice, chunk_chains
 from infinipipe.planner.passes.chunking import (
     NO_GRADES,
@@ -21,7 +22,7 @@ from infinipipe.planner.passes.chunking import (
     linear_grades,
     pack,
 )
-from infinipipe.planner.problem import Problem, Work, average_work
+from infinipipe.planner.problem import Problem
 from tests.planner.toys import draw_lengths, toy_problem
 
 LINEAR = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
@@ -35,7 +36,7 @@ def cut(
     even: bool = False,
     grades: Grades = NO_GRADES,
 ) -> tuple[Chunks, Work, float]:
-    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
+    work = problem.pipeline.costs.work
     target = float(work.whole(problem.lengths).sum()) / parts
     return cut_chunks(problem, work, target, max_tokens, even=even, grades=grades), work, target
 

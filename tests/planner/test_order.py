@@ -9,27 +9,13 @@ from hypothesis import strategies as st
 from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.ir.text import show_program
 from infinipipe.planner.passes.chunking import Chunks
-from infinipipe.planner.passes.order import (
-    Window,
-    backward_order,
-    interleave,
-    make_program,
-    stage_leads,
-)
+from infinipipe.planner.passes.order import Window, backward_order, stage_leads
+from tests.planner.toys import toy_programs
 
 
 def shown(chains: tuple[int, ...], num_stages: int, window: Window, depth: int = 99) -> list[str]:
-    return [show_program(s, p) for s, p in enumerate(programs(chains, num_stages, window, depth))]
-
-
-def programs(
-    chains: tuple[int, ...], num_stages: int, window: Window, depth: int
-) -> list[tuple[object, ...]]:
-    chunks = Chunks(chunks=(), chains=chains)
-    backwards = backward_order(chunks)
     return [
-        make_program(*(column.tolist() for column in interleave(lead, backwards)))
-        for lead in stage_leads(chunks, num_stages, window, depth)
+        show_program(s, p) for s, p in enumerate(toy_programs(chains, num_stages, window, depth))
     ]
 
 
@@ -68,7 +54,7 @@ def test_never_a_deadlock_even_with_blocking_sends(
 ) -> None:
     # Uniform windows are the paper's, whose chains come longest first.
     ordered = tuple(sorted(chains, reverse=True))
-    assert not find_deadlock(programs(ordered, num_stages, window, depth))  # type: ignore[arg-type]
+    assert not find_deadlock(toy_programs(ordered, num_stages, window, depth))
 
 
 @pytest.mark.parametrize("window", ["adaptive", "uniform", "serial"])
