@@ -115,7 +115,7 @@ def run(task: tuple[Case, str]) -> Row:
             step = split_step(step, pipeline)
     except InfeasibleError:
         return row
-    summary = msgspec.to_builtins(summarize(policy, [step], time.perf_counter() - began))
+    summary: Row = msgspec.to_builtins(summarize(policy, [step], time.perf_counter() - began))
     over_bound = {"feasible": True, "makespan_to_bound": step.makespan_s / step.bound_s}
     return summary | row | over_bound | granularity(step)
 
@@ -148,11 +148,11 @@ def granularity(step: Step) -> Row:
 def measure(ablations: bool, output: Path, jobs: int) -> None:
     """Append the rows that the output does not have yet."""
     done = {(json.dumps(row["case"]), row["policy"]) for row in read(output)}
+    chosen = list(cases())
+    policies = [*POLICIES, *BATCH_TUNED, I_AND_W]
     if ablations:
-        chosen = (case for case in cases() if case["model"] == MODELS[0] and case["stages"] == 8)
+        chosen = [case for case in chosen if case["model"] == MODELS[0] and case["stages"] == 8]
         policies = ["epp", "paper", *ABLATIONS]
-    else:
-        chosen, policies = cases(), [*POLICIES, *BATCH_TUNED, I_AND_W]
     tasks = [
         task for task in product(chosen, policies) if (json.dumps(task[0]), task[1]) not in done
     ]
