@@ -1,10 +1,12 @@
-"""Show how far predictions are from what is measured: a layer's time, a stage's peak bytes, a step's seconds.
+"""Show how far predictions are from what is measured.
+
+That is a layer's time, a stage's peak bytes, and a step's seconds.
 
     python benchmarks/accuracy.py -o benchmarks/accuracy-results.md
 
-Needs two cores with nothing else on them, and less than ten minutes. Everything goes through the command line:
-for 2 and for 3 stages a profile and six plans, each with every stage's limit at its predicted peak plus 2 %, and
-a run of each with one process a stage.
+Needs two cores with nothing else on them, and less than ten minutes. Everything goes through the
+command line: for 2 and for 3 stages a profile and six plans, each with every stage's limit at its
+predicted peak plus 2 %, and a run of each with one process a stage.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from tables import table
 
-from infinipipe.costs.cost import static_bytes
-from infinipipe.ir.file.store import open_plan
+# Run as a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.tables import table
+from infinipipe.costs.predict import plan_costs
+from infinipipe.ir import open_plan
 from infinipipe.profiles import Profile, read_profile
 from infinipipe.run_record import Run, read_run
 
@@ -36,7 +41,10 @@ STEPS, BATCH, LONGEST = 4, 12, 3072
 STAGES = (2, 3)
 SLACK = 1.02
 PLANS = (("epp", 1.0), ("epp", 0.7), ("epp", 0.5), ("paper", 0.6), ("seq1f1b", 0.7), ("1f1b", 1.0))
-"""Policy, and how much of what it takes above the static bytes it is given; a share that is too little is raised."""
+"""Policy, and how much of what it takes above the static bytes it is given.
+
+A share that is too little is raised.
+"""
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,10 @@ def infinipipe(folder: Path, *arguments: object) -> int:
 
 
 def run_case(folder: Path, stages: int, policy: str, share: float) -> Case:
-    """Compile within a share of the memory, again within what that plan needs plus 2 %, and run it."""
+    """Compile within a share of the memory, again within what that plan needs, and run it.
+
+    The second time every stage has 2 % more.
+    """
     roomy, static = roomy_plan(folder, stages, policy)
     name = f"{policy}-{stages}-{share}"
     plan = None
@@ -146,9 +157,9 @@ def roomy_plan(folder: Path, stages: int, policy: str) -> tuple[list[int], list[
     """Return every stage's predicted peak without a limit, and its static bytes."""
     roomy = compile_plan(folder, stages, policy, None)
     assert roomy is not None, f"{policy} finds no plan although there is no limit"
-    profile = read_profile(folder / "profile.json")
     with open_plan(folder / "plan.msgpack") as plan:
-        return roomy, [static_bytes(profile, stage) for stage in plan.header.stages]
+        costs = plan_costs(plan.header)
+    return roomy, [costs.static_bytes(stage) for stage in range(stages)]
 
 
 def compile_plan(
@@ -198,9 +209,9 @@ def report(
     yield "`python benchmarks/accuracy.py -o benchmarks/accuracy-results.md`\n"
     device, software = profiles[0].device, profiles[0].software
     yield (
-        f"{device.num_devices} cores of {device.name}, torch {software['torch']}, {profiles[0].created}; load average "
-        f"{load:.2f} before, {seconds:.0f} s in all. Model `{MODEL}`, {STEPS} steps of {BATCH} sequences of up to "
-        f"{LONGEST:,} tokens.\n"
+        f"{device.num_devices} cores of {device.name}, torch {software['torch']}, "
+        f"{profiles[0].created}; load average {load:.2f} before, {seconds:.0f} s in all. "
+        f"Model `{MODEL}`, {STEPS} steps of {BATCH} sequences of up to {LONGEST:,} tokens.\n"
     )
     yield "## One layer, on chunks held out of the fit\n"
     yield "One profile for the runs on 2 stages and one for those on 3, taken right before them.\n"

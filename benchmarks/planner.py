@@ -1,11 +1,16 @@
-"""Compare all policies on real length distributions: how close to the bound, how much recompute, how long to plan.
+"""Compare all policies on real length distributions.
 
-    python benchmarks/planner.py measure -o planner.jsonl              # every case and policy; goes on where it stopped
+How close to the bound do they come, how much do they recompute, how long do they plan?
+
+    # Every case and policy; goes on where it stopped.
+    python benchmarks/planner.py measure -o planner.jsonl
     python benchmarks/planner.py measure --ablations -o ablations.jsonl
-    python benchmarks/planner.py report planner.jsonl ablations.jsonl  # tables in Markdown
+    # Tables in Markdown.
+    python benchmarks/planner.py report planner.jsonl ablations.jsonl
 
-Shapes and costs are analytic; lengths are drawn from quantiles of real data sets (tests/length_quantiles.json).
-Systems with fixed shapes pack micro-batches of as many tokens as the longest sequence of the data set has, clipped.
+Shapes and costs are analytic; lengths are drawn from quantiles of real data sets
+(tests/length_quantiles.json). Systems with fixed shapes pack micro-batches of as many tokens as the
+longest sequence of the data set has, clipped.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -24,26 +30,27 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from tables import table
 
+# Run as a script, only its own folder is on the path.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.ablations import ABLATIONS
+from benchmarks.split_backward import split_backwards
+from benchmarks.tables import table
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Sequence, Step
+from infinipipe.ir import Layout, Sequence, Step
+from infinipipe.planner.batches import Batch
 from infinipipe.planner.compare import summarize
 from infinipipe.planner.compile import plan_step
-from infinipipe.planner.passes.in_flight import Shape
-from infinipipe.planner.passes.partition import partition_layers
-from infinipipe.planner.passes.recompute import Shortage
-from infinipipe.planner.passes.schedule import Schedule
+from infinipipe.planner.passes.partition import balanced_costs
+from infinipipe.planner.passes.schedule import Result, Schedule
 from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.policies.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
-from infinipipe.planner.policies.epp import Space, plan_epp
-from infinipipe.planner.policies.paper import plan_paper
+from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Pipeline, Problem
-from infinipipe.planner.split_backward import split_backwards
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.logits import logits_tokens
 from infinipipe.reports.plan_view import step_summary
 
 QUANTILES = Path(__file__).parents[1] / "tests" / "length_quantiles.json"
@@ -61,13 +68,10 @@ Case = dict[str, Any]
 Row = dict[str, Any]
 
 
-def of_this_batch(policy: Policy, problem: Problem) -> Schedule | Shortage:
+def of_this_batch(policy: Policy, problem: Problem) -> Result:
     """Plan as if this batch were all data."""
-    return policy(
-        replace(
-            problem, pipeline=replace(problem.pipeline, context_tokens=int(problem.lengths.max()))
-        )
-    )
+    longest = int(problem.lengths.max())
+    return policy(replace(problem, pipeline=replace(problem.pipeline, context_tokens=longest)))
 
 
 BATCH_TUNED: dict[str, Policy] = {
@@ -78,23 +82,7 @@ BATCH_TUNED: dict[str, Policy] = {
 """Rivals whose micro-batches are shaped anew for every batch, which their systems cannot do."""
 STATIC = ("gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow")
 I_AND_W = "epp, I and W"
-"""The schedule of `epp` with B split where that helps; no runtime runs it."""
-
-ALONE = Space(rivals=False)
-ABLATIONS: dict[str, Policy] = {
-    "epp alone": partial(plan_epp, space=ALONE),
-    "equal tokens, not work": partial(plan_epp, space=replace(ALONE, attentions=(0.0,))),
-    "equal work only": partial(plan_epp, space=replace(ALONE, attentions=(1.0,), evens=(False,))),
-    "linear grades": partial(plan_epp, space=replace(ALONE, grades=("linear",))),
-    "no graded chunks": partial(plan_epp, space=replace(ALONE, grades=("no",))),
-    "plain 1F1B depth": partial(plan_epp, space=replace(ALONE, shapes=(Shape(1.0, 1),))),
-    "no sequence by itself": partial(plan_epp, space=replace(ALONE, apart=False)),
-    "recompute by the sweep alone": partial(plan_epp, space=replace(ALONE, polish=False)),
-    "one recompute count": partial(plan_epp, space=replace(ALONE, recompute="uniform")),
-    "full recompute": partial(plan_epp, space=replace(ALONE, recompute="full")),
-    "paper without grouping": partial(plan_paper, grouping=False),
-}
-"""`epp` without the other policies' schedules and without one of its own choices, and `paper` without one of its."""
+"""The schedule of `epp` with B cut where that helps; no runtime runs it."""
 PLANNERS: dict[str, Policy] = POLICIES | BATCH_TUNED | {I_AND_W: plan_epp} | ABLATIONS
 
 
@@ -119,23 +107,21 @@ def run(task: tuple[Case, str]) -> Row:
     row: Row = {"case": case, "policy": policy, "feasible": False}
     began = time.perf_counter()
     try:
-        stages = partition_layers(profile, case["stages"], limits, lengths)
-        context = min(case["clip"], LONGEST[case["data"]])
-        pipeline = Pipeline(
-            profile, stages, limits, logits_tokens(profile.model.vocabulary_size), context
-        )
-        step = plan_step(pipeline, PLANNERS[policy], 0, sequences, 1, "token")
+        layout = Layout(num_stages=case["stages"])
+        costs = balanced_costs(profile, layout, limits, lengths)
+        pipeline = Pipeline(costs, limits, min(case["clip"], LONGEST[case["data"]]))
+        step = plan_step(pipeline, PLANNERS[policy], Batch(0, sequences), "token")
         if policy == I_AND_W:
             step = split_step(step, pipeline)
     except InfeasibleError:
         return row
-    summary = msgspec.to_builtins(summarize(policy, [step], time.perf_counter() - began))
+    summary: Row = msgspec.to_builtins(summarize(policy, [step], time.perf_counter() - began))
     over_bound = {"feasible": True, "makespan_to_bound": step.makespan_s / step.bound_s}
     return summary | row | over_bound | granularity(step)
 
 
 def split_step(step: Step, pipeline: Pipeline) -> Step:
-    """Plan a step again and split its B into I and W."""
+    """Plan a step again and cut its B into I and W."""
     found = plan_epp(Problem(pipeline, step.sequences, tuple(range(len(step.sequences)))))
     assert isinstance(found, Schedule)
     replica, makespan_s = split_backwards(found)
@@ -147,7 +133,7 @@ def split_step(step: Step, pipeline: Pipeline) -> Step:
 def granularity(step: Step) -> Row:
     """Return what was chosen: who won, kinds of chunks, and slices of split sequences."""
     summary = step_summary(step)
-    slices = Counter(piece.sequence for chunk in step.replicas[0].chunks for piece in chunk.slices)
+    slices = Counter(each.sequence for chunk in step.replicas[0].chunks for each in chunk.slices)
     search = step.replicas[0].search
     return {
         "winner": summary.winners[0],
@@ -162,11 +148,11 @@ def granularity(step: Step) -> Row:
 def measure(ablations: bool, output: Path, jobs: int) -> None:
     """Append the rows that the output does not have yet."""
     done = {(json.dumps(row["case"]), row["policy"]) for row in read(output)}
+    chosen = list(cases())
+    policies = [*POLICIES, *BATCH_TUNED, I_AND_W]
     if ablations:
-        chosen = (case for case in cases() if case["model"] == MODELS[0] and case["stages"] == 8)
+        chosen = [case for case in chosen if case["model"] == MODELS[0] and case["stages"] == 8]
         policies = ["epp", "paper", *ABLATIONS]
-    else:
-        chosen, policies = cases(), [*POLICIES, *BATCH_TUNED, I_AND_W]
     tasks = [
         task for task in product(chosen, policies) if (json.dumps(task[0]), task[1]) not in done
     ]
@@ -188,12 +174,16 @@ def report(main_rows: list[Row], ablation_rows: list[Row]) -> Iterator[str]:
     """Yield the lines of the tables."""
     found = by_case(main_rows)
     count = len({json.dumps(row["case"]) for row in main_rows})
-    yield f"No policy can plan {count - len(found)} of {count} cases; they are left out of everything below.\n"
+    infeasible = f"{count - len(found)} of {count} cases"
+    yield f"No policy can plan {infeasible}; they are left out of everything below.\n"
     policies = [policy for policy in PLANNERS if any(policy in rows for rows in found.values())]
     yield "## Against the targets\n"
     yield from table(("", "target", "found", ""), targets(found))
     yield "\n## Policies\n"
-    yield "Times over the bound are means over the cases that a policy can plan, so compare by time over `epp`.\n"
+    yield (
+        "Times over the bound are means over the cases that a policy can plan, so compare by time "
+        "over `epp`.\n"
+    )
     yield from table(SUMMARY, (summary_cells(found, policy) for policy in policies))
     yield "\n## What each choice is worth\n"
     ablated = by_case(ablation_rows)
@@ -292,9 +282,19 @@ def ok(reached: bool) -> str:
 
 
 SUMMARY = (
-    "policy", "infeasible", "time / bound, 80 GiB", "40 GiB", "time / `epp`, geometric mean", "range", "bubble",
-    "recompute", "peak / limit", "planning, median s", "95th percentile", "most",
-)  # fmt: skip
+    "policy",
+    "infeasible",
+    "time / bound, 80 GiB",
+    "40 GiB",
+    "time / `epp`, geometric mean",
+    "range",
+    "bubble",
+    "recompute",
+    "peak / limit",
+    "planning, median s",
+    "95th percentile",
+    "most",
+)
 
 
 def summary_cells(found: Found, policy: str) -> tuple[str, ...]:

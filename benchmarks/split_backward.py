@@ -1,74 +1,261 @@
-"""What splitting B into I and W would gain: W can wait until its stage has nothing else to do.
+"""A study: what cutting B into I and W would gain, as W can wait until its stage would be idle.
 
-The runtime has F and B only. So no policy plans with this, and no plan that is meant to run comes from it.
+The runtime has F and B only. So no policy plans with this, and no plan that is meant to run comes
+from it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec.structs import replace
 
-from infinipipe.costs.cost import Memory, SplitCosts, op_seconds, split_costs
-from infinipipe.costs.simulate import (
-    DIRECTIONS,
-    Channel,
-    Channels,
-    Timeline,
-    connect,
-    run_stages,
-    simulate,
-)
+from infinipipe.aliases import Floats, Ints
+from infinipipe.costs import CostedChunks, CostModel, PackedProgram, Timeline, simulate
+from infinipipe.costs.chunks import InputWeightCosts
+from infinipipe.costs.memory import layers_transient_bytes
+from infinipipe.costs.simulate import Channel, Channels, connect, run_stages
 from infinipipe.errors import InputError
-from infinipipe.ir import Op, OpKind, Replica
+from infinipipe.ir import TRAITS, Direction, Op, OpKind, Replica
 from infinipipe.planner.passes.schedule import Schedule, make_replica
 
-_STEP = 1.5
-"""Factor by which the number of B that are split at the end of a step climbs."""
+# Factor by which the number of B that are cut at the end of a step climbs. Smaller ones try more
+# numbers, each of which costs a simulation.
+_CLIMB = 1.5
 
 Programs = tuple[tuple[Op, ...], ...]
 
 
 def split_backwards(schedule: Schedule) -> tuple[Replica, float]:
-    """Return a replica with some B split that is no slower than a schedule, and its makespan in seconds.
+    """Return a replica with some B cut that is no slower than a schedule, and its makespan in
+    seconds.
 
-    Chunks, recompute, the order of F and that of B, some of which are I now, are the schedule's. A W comes when its
-    stage would have to wait for its next op's message, or when that op would not fit into memory, or after all
-    others. As I and W together take longer than B, only those B are split whose W fills such a wait, and the last
-    of each stage but the first, in as large a number as is best: there the other stages wait for I.
+    Chunks, recompute, the order of F and that of B, some of which are I now, are the schedule's. A
+    W comes when its stage would have to wait for its next op's message, or when that op would not
+    fit into memory, or after all others. As I and W together take longer than B, only those B are
+    cut whose W fills such a wait, and the last of each stage but the first, in as large a number as
+    is best: there the other stages wait for I.
 
     Raises:
         InputError: the profile does not price I and W.
     """
-    pipeline = schedule.problem.pipeline
-    split = split_costs(pipeline.profile, pipeline.stages, schedule.priced.loads)
-    if split is None:
+    costs = schedule.problem.pipeline.costs
+    parts = costs.price_input_weight(schedule.chains.costs)
+    if parts is None:
         raise InputError(
-            "the profile prices F and B only; `infinipipe profile --analytic` makes one that prices I and W"
+            "the profile prices F and B only; `infinipipe profile --analytic` makes one that "
+            "prices I and W"
         )
-    case = _Case(schedule, split, make_replica(schedule))
-    best, makespan_s = case.whole, schedule.makespan_s
+    case = _Case(schedule, parts, make_replica(schedule))
+    best = case.whole
+    makespan_s = schedule.makespan_s
     for stages in _candidates(case):
         programs = tuple(tuple(stage.program) for stage in stages)
         timeline = case.simulate(programs)
-        assert timeline.makespan_s == max(stage.end for stage in stages), (
-            "the stages have mistaken the time"
-        )
+        last_end = max(stage.end for stage in stages)
+        assert timeline.makespan_s == last_end, "the stages have mistaken the time"
         if timeline.makespan_s < makespan_s:
-            best, makespan_s = case.replica(programs, timeline), timeline.makespan_s
+            best = case.replica(programs, timeline)
+            makespan_s = timeline.makespan_s
     return best, makespan_s
+
+
+class MemoryCursor:
+    """The bytes that one stage holds, counted op by op. A shallow copy goes on by itself.
+
+    Of a program's ops it says what the ledger of the program says (`StageMemory`). The ops that are
+    run may come in another order than in that program, and its B be cut or not, but F come in its
+    order of F, and B and I in its order of both.
+
+    Args:
+        costs: of the stages.
+        stage_index: of the stage.
+        costed: what its chunks cost.
+        program: in which F and B have the order that the ops will have.
+        recompute: (chunks,) layers of each that are recomputed.
+        parts: prices of I and W, where such ops will be run.
+    """
+
+    held: float
+    """After the ops so far, static bytes included."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        stage_index: int,
+        costed: CostedChunks,
+        program: SequenceOf[Op],
+        recompute: SequenceOf[int],
+        parts: InputWeightCosts | None = None,
+    ) -> None:
+        self.held = float(costs.static_bytes(stage_index))
+        self._stage = costs.stages[stage_index]
+        self._stage_index = stage_index
+        self._costed = costed
+        self._parts = parts
+        self._recompute = recompute
+        freed = costed.freed_per_layer_bytes * np.asarray(recompute)
+        self._kept = costed.activation_bytes[stage_index] - freed
+        per = costs.profile.bytes
+        self._kv_per_token = self._stage.num_layers * per.layer_kv_per_token
+        self._layer_gradients_per_token = per.layer_kv_grad_per_token
+        # What has come of split sequences, of which there are two chunks or more.
+        self._open_slots: frozenset[int] = frozenset()
+        self._open_gradients: frozenset[int] = frozenset()
+        self._orders = {
+            direction: [op.chunk for op in program if TRAITS[op.kind].travels == direction]
+            for direction in (Direction.DOWN, Direction.UP)
+        }
+        self._num_forward = 0
+        self._num_backward = 0
+
+    def run(self, op: Op) -> float:
+        """Run an op and return the most bytes that are held meanwhile."""
+        match op.kind:
+            case OpKind.FORWARD:
+                return self._forward(op.chunk)
+            case OpKind.BACKWARD:
+                return self._backward(op.chunk)
+            case OpKind.BACKWARD_INPUT:
+                return self._backward_input(op.chunk)
+            case OpKind.BACKWARD_WEIGHT:
+                return self._backward_weight(op.chunk)
+
+    def _forward(self, chunk: int) -> float:
+        transfers = self._transfers(OpKind.FORWARD)
+        sequence = int(self._costed.sizes.split[chunk])
+        if sequence >= 0 and sequence not in self._open_slots:
+            self._open_slots |= {sequence}
+            self.held += self._slot_tokens(chunk) * self._kv_per_token
+        self.held += float(self._kept[chunk])
+        self._num_forward += 1
+        transient = float(self._costed.forward_transient_bytes[self._stage_index, chunk])
+        if self._recompute[chunk] == self._stage.num_layers:
+            transient += float(self._costed.recompute_transient_bytes[self._stage_index, chunk])
+        return self.held + transfers + transient
+
+    def _backward(self, chunk: int) -> float:
+        in_layers = self._begin_backward(chunk, weight_inputs=0.0)
+        self._end_backward(chunk)
+        return in_layers + float(self._costed.backward_transient_bytes[self._stage_index, chunk])
+
+    def _backward_input(self, chunk: int) -> float:
+        parts = self._priced()
+        in_layers = self._begin_backward(chunk, float(parts.weight_input_bytes[chunk]))
+        self._end_backward(chunk)
+        self.held += self._left_for_weight(chunk)
+        during = in_layers + float(parts.input_transient_bytes[self._stage_index, chunk])
+        # What I leaves may be more than what it needed before.
+        return max(during, self.held)
+
+    def _backward_weight(self, chunk: int) -> float:
+        transient = float(self._priced().weight_transient_bytes[self._stage_index, chunk])
+        during = self.held + self._transfers(OpKind.BACKWARD_WEIGHT) + transient
+        self.held -= self._left_for_weight(chunk)
+        return during
+
+    def _priced(self) -> InputWeightCosts:
+        assert self._parts is not None, "I and W need their prices"
+        return self._parts
+
+    def _left_for_weight(self, chunk: int) -> float:
+        """Return what I leaves for W, of all layers and of the embedding."""
+        parts = self._priced()
+        left = self._stage.num_layers * parts.weight_input_bytes[chunk]
+        return float(left + parts.embedding_weight_input_bytes[self._stage_index, chunk])
+
+    def _begin_backward(self, chunk: int, weight_inputs: float) -> float:
+        """Let gradients of K and V come; return what is held while the layers run, without what
+        they need only then."""
+        costed = self._costed
+        transfers = self._transfers(OpKind.BACKWARD)
+        sequence = int(costed.sizes.split[chunk])
+        layer_gradients = 0.0
+        if sequence >= 0 and sequence not in self._open_gradients:
+            self._open_gradients |= {sequence}
+            layer_gradients = float(self._slot_tokens(chunk) * self._layer_gradients_per_token)
+            self.held += self._stage.num_layers * layer_gradients
+        boundary = float(costed.boundary_bytes[chunk])
+        in_layers = layers_transient_bytes(
+            self._stage.num_layers,
+            self._recompute[chunk],
+            float(costed.freed_per_layer_bytes[chunk]) + boundary,
+            boundary,
+            layer_gradients,
+            weight_inputs,
+        )
+        self._num_backward += 1
+        received = 0.0 if self._stage.head else boundary
+        return self.held + transfers + in_layers + received
+
+    def _end_backward(self, chunk: int) -> None:
+        """Let go of what the chunk kept, and of the slot with its first slice."""
+        self.held -= float(self._kept[chunk])
+        sizes = self._costed.sizes
+        if sizes.split[chunk] >= 0 and sizes.context[chunk] == 0:
+            gradients_per_token = self._stage.num_layers * self._layer_gradients_per_token
+            self.held -= self._slot_tokens(chunk) * (self._kv_per_token + gradients_per_token)
+
+    def _slot_tokens(self, chunk: int) -> int:
+        return int(self._costed.sizes.split_tokens[chunk])
+
+    def _transfers(self, kind: OpKind) -> float:
+        """Return the bytes of transfers while an op of a kind runs; I is a B here."""
+        from_before = not self._stage.embedding
+        from_behind = not self._stage.head
+        down = self._one_way(
+            Direction.DOWN,
+            self._num_forward,
+            running=kind == OpKind.FORWARD,
+            receives=from_before,
+            sends=from_behind,
+        )
+        up = self._one_way(
+            Direction.UP,
+            self._num_backward,
+            running=kind == OpKind.BACKWARD,
+            receives=from_behind,
+            sends=from_before,
+        )
+        return down + up
+
+    def _one_way(
+        self, direction: Direction, num_done: int, *, running: bool, receives: bool, sends: bool
+    ) -> float:
+        """Return the bytes of one transfer posted ahead, and of one that may not have left."""
+        order = self._orders[direction]
+        boundary = self._costed.boundary_bytes
+        num_taken = num_done + running
+        total = 0.0
+        if receives and num_taken < len(order):
+            total += float(boundary[order[num_taken]])
+        if sends and num_done > 0:
+            total += float(boundary[order[num_done - 1]])
+        return total
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A schedule whose B may be split."""
+    """A schedule whose B may be cut."""
 
     schedule: Schedule
-    split: SplitCosts
+    parts: InputWeightCosts
     whole: Replica
     """The schedule as it is."""
+
+    @property
+    def costs(self) -> CostModel:
+        """Of the pipeline."""
+        return self.schedule.problem.pipeline.costs
+
+    @property
+    def costed(self) -> CostedChunks:
+        """The chunks' costs."""
+        return self.schedule.chains.costs
 
     @property
     def backwards(self) -> list[int]:
@@ -77,58 +264,53 @@ class _Case:
 
     def seconds(self, stage: int) -> dict[OpKind, list[float]]:
         """Return what each chunk's ops take, by kind."""
-        return op_seconds(
-            self.schedule.priced.costs, self.split, stage, self.whole.recompute[stage]
-        )
+        num_chunks = len(self.whole.chunks)
+        every_op = [Op(kind, chunk) for kind in OpKind for chunk in range(num_chunks)]
+        seconds = self._op_seconds(stage, PackedProgram.pack(every_op))
+        rows = seconds.reshape(-1, num_chunks).tolist()
+        return dict(zip(OpKind, rows, strict=True))
 
-    def memory(self, stage: int) -> Memory:
+    def memory(self, stage: int) -> MemoryCursor:
         """Return what a stage holds before its first op."""
-        problem, priced = self.schedule.problem, self.schedule.priced
-        pipeline, program, recompute = (
-            problem.pipeline,
-            self.whole.programs[stage],
-            self.whole.recompute[stage],
-        )
-        return Memory(
-            pipeline.profile,
-            pipeline.stages,
-            stage,
-            problem.sequences,
-            priced.loads,
-            priced.costs,
-            program,
-            recompute,
-            self.split,
-        )
+        program = self.whole.programs[stage]
+        recompute = self.whole.recompute[stage]
+        return MemoryCursor(self.costs, stage, self.costed, program, recompute, self.parts)
 
     def simulate(self, programs: Programs) -> Timeline:
-        """Say when every op runs."""
-        tables = map(self.seconds, range(len(programs)))
-        seconds = [
-            [table[op.kind][op.chunk] for op in program]
-            for table, program in zip(tables, programs, strict=True)
-        ]
-        return simulate(programs, seconds, self.schedule.priced.costs.transfer_s.tolist())
+        """Return when every op runs."""
+        packed = [PackedProgram.pack(program) for program in programs]
+        seconds = [self._op_seconds(stage, program) for stage, program in enumerate(packed)]
+        return simulate(packed, seconds, self.costed.transfer_s)
+
+    def _op_seconds(self, stage: int, program: PackedProgram) -> Floats:
+        recompute: Ints = self.schedule.recompute[stage]
+        return self.costs.op_seconds(stage, self.costed, program, recompute)
 
     def replica(self, programs: Programs, timeline: Timeline) -> Replica:
         """Return the IR, with predictions."""
         predicted = []
-        for stage, (told, program) in enumerate(zip(self.whole.predicted, programs, strict=True)):
-            memory, busy_s = self.memory(stage), timeline.busy_s(stage)
-            peak_bytes = round(max(memory.run(op) for op in program))
-            bubble_s = max(0.0, timeline.makespan_s - busy_s)
-            predicted.append(replace(told, busy_s=busy_s, bubble_s=bubble_s, peak_bytes=peak_bytes))
+        for stage, program in enumerate(programs):
+            memory = self.costs.memory(stage, self.costed, PackedProgram.pack(program))
+            busy_s = timeline.busy_s(stage)
+            prediction = replace(
+                self.whole.predicted[stage],
+                busy_s=busy_s,
+                bubble_s=max(0.0, timeline.makespan_s - busy_s),
+                peak_bytes=round(memory.during(self.schedule.recompute[stage]).max()),
+            )
+            predicted.append(prediction)
         return replace(self.whole, programs=programs, predicted=tuple(predicted))
 
 
 def _candidates(case: _Case) -> Iterator[list[_Stage]]:
-    """Yield stages that have run with ever more B split, and last with all."""
-    order, num_stages = case.backwards, len(case.whole.programs)
+    """Yield stages that have run with ever more B cut, and last with all."""
+    order = case.backwards
+    num_stages = len(case.whole.programs)
     all_split = _fill_waits(case, [frozenset(order)] * num_stages)
     filling = [frozenset(stage.filling) for stage in all_split]
     counts = [0]
     while counts[-1] < len(order):
-        counts.append(min(int(_STEP * counts[-1]) + 1, len(order)))
+        counts.append(min(int(_CLIMB * counts[-1]) + 1, len(order)))
     for count in counts:
         last = frozenset(order[len(order) - count :])
         chosen = [filling[0], *(chunks | last for chunks in filling[1:])]
@@ -137,15 +319,11 @@ def _candidates(case: _Case) -> Iterator[list[_Stage]]:
 
 
 def _fill_waits(case: _Case, chosen: list[frozenset[int]]) -> list[_Stage]:
-    """Run all stages, splitting the B of each stage's chosen chunks."""
-    schedule = case.schedule
-    ends = connect(
-        [memory.directions.tolist() for memory in schedule.memories],
-        [memory.chunks.tolist() for memory in schedule.memories],
-        schedule.priced.costs.transfer_s.tolist(),
-    )
+    """Run all stages, cutting the B of each stage's chosen chunks."""
+    ends = connect(case.schedule.programs, case.costed.transfer_s)
     stages = [_Stage(case, stage, chunks, *ends[stage]) for stage, chunks in enumerate(chosen)]
-    run_stages(stages)
+    # They advance as a `StageReplay` does, which is all that is asked of them.
+    run_stages(stages)  # type: ignore[arg-type]
     return stages
 
 
@@ -162,12 +340,13 @@ class _Stage:
         """When the last op has ended."""
         self._order = case.whole.programs[stage]
         self._chosen = chosen
-        self._seconds, self._memory = case.seconds(stage), case.memory(stage)
+        self._seconds = case.seconds(stage)
+        self._memory = case.memory(stage)
         self._limit = case.schedule.problem.pipeline.limits[stage]
-        self._largest = Op(
-            OpKind.BACKWARD_WEIGHT, int(case.split.weight_peak_bytes[stage].argmax())
-        )
-        self._inputs, self._outputs = inputs, outputs
+        largest = int(case.parts.weight_transient_bytes[stage].argmax())
+        self._largest = Op(OpKind.BACKWARD_WEIGHT, largest)
+        self._inputs = inputs
+        self._outputs = outputs
         self._waiting: list[Op] = []
         """W, the oldest first."""
         self._sending: Channel | None = None
@@ -175,7 +354,7 @@ class _Stage:
         self._free = 0.0
 
     def advance(self) -> bool:
-        """See `infinipipe.costs.simulate.Advancing`."""
+        """See `infinipipe.costs.simulate.StageReplay`."""
         any_event = False
         while self._sending is None or self._hand_over(self._sending):
             any_event |= self._sending is not None
@@ -183,7 +362,7 @@ class _Stage:
             if self._num_done == len(self._order):
                 self._run_waiting()
                 break
-            direction = DIRECTIONS[self._order[self._num_done].kind]
+            direction = TRAITS[self._order[self._num_done].kind].travels
             channel = self._inputs[direction]
             arrival = 0.0 if channel is None else channel.arrival(len(channel.consumed))
             if arrival is None:
@@ -200,7 +379,10 @@ class _Stage:
         return any_event
 
     def _hand_over(self, channel: Channel) -> bool:
-        """Let go of what is to be sent, once what was sent before has arrived; return whether that is known."""
+        """Let go of what is to be sent, once what was sent before has arrived.
+
+        Return whether that is known.
+        """
         if channel.handed:
             arrival = channel.arrival(len(channel.handed) - 1)
             if arrival is None:
@@ -215,7 +397,7 @@ class _Stage:
             self._run(self._waiting[0])
 
     def _make_room(self, op: Op) -> Op:
-        """Run W until the next op fits; return that op, which is I for a B that can be split."""
+        """Run W until the next op fits; return that op, which is I for a B that can be cut."""
         inputs = Op(OpKind.BACKWARD_INPUT, op.chunk)
         if op.kind == OpKind.BACKWARD and op.chunk in self._chosen and self._can_fit(inputs):
             op = inputs
@@ -232,7 +414,7 @@ class _Stage:
             memory.run(waiting)
         return self._fits(op, memory)
 
-    def _fits(self, op: Op, memory: Memory) -> bool:
+    def _fits(self, op: Op, memory: MemoryCursor) -> bool:
         """Return whether an op fits, and any W after it."""
         memory = copy.copy(memory)
         return memory.run(op) <= self._limit and memory.run(self._largest) <= self._limit

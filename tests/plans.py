@@ -1,6 +1,6 @@
-"""Small valid plans made by hand: 1F1B over any number of stages.
+"""Small valid plans made by hand.
 
-They have split sequences, and packed short ones.
+1F1B over any number of stages, with split sequences and packed short ones.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from infinipipe.costs import PackedProgram, simulate
 from infinipipe.costs.predict import Span
-from infinipipe.costs.simulate import simulate
 from infinipipe.ir import (
     FORMAT_VERSION,
     Chunk,
@@ -35,7 +36,10 @@ from infinipipe.ir import (
     parse_op,
 )
 
-F, B, I, W = OpKind.FORWARD, OpKind.BACKWARD, OpKind.BACKWARD_INPUT, OpKind.BACKWARD_WEIGHT  # noqa: E741
+F = OpKind.FORWARD
+B = OpKind.BACKWARD
+I = OpKind.BACKWARD_INPUT  # noqa: E741
+W = OpKind.BACKWARD_WEIGHT
 
 LENGTHS = (7, 40, 5, 3, 24, 1)
 
@@ -64,7 +68,7 @@ def make_header(
 ) -> Header:
     """Return a header whose layers are spread evenly.
 
-    Where they do not divide, the first stages have one more.
+    The first stages have one more where they do not divide.
     """
     model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
@@ -172,6 +176,21 @@ def split_backwards(program: SequenceOf[Op]) -> tuple[Op, ...]:
     return (*split, *waiting)
 
 
+def split_some(program: SequenceOf[Op], generator: np.random.Generator) -> tuple[Op, ...]:
+    """Make I of some B, each with its W anywhere behind."""
+    split: list[Op] = []
+    waiting: list[Op] = []
+    for op in program:
+        if op.kind == B and generator.random() < 0.7:
+            split.append(Op(I, op.chunk))
+            waiting.append(Op(W, op.chunk))
+        else:
+            split.append(op)
+        while waiting and generator.random() < 0.4:
+            split.append(waiting.pop(generator.integers(len(waiting))))
+    return (*split, *waiting)
+
+
 def make_replica(
     header: Header,
     sequences: SequenceOf[Sequence],
@@ -225,15 +244,16 @@ def make_step(
 
 
 def make_spans(step: Step) -> tuple[Span, ...]:
-    """Return a timeline in which F takes 1 s, B 3 s of which 1 s is recompute, I and W 1 s each.
+    """Return a timeline in which F takes 1 s, B 3 s, I and W 1 s each, and transfers nothing.
 
-    Transfers take no time.
+    Of a B, 1 s is recompute.
     """
     seconds = {F: 1.0, B: 3.0, I: 1.0, W: 1.0}
     spans = []
     for number, replica in enumerate(step.replicas):
-        durations = [[seconds[op.kind] for op in program] for program in replica.programs]
-        timeline = simulate(replica.programs, durations, [0.0] * len(replica.chunks))
+        durations = [np.array([seconds[op.kind] for op in program]) for program in replica.programs]
+        programs = [PackedProgram.pack(program) for program in replica.programs]
+        timeline = simulate(programs, durations, np.zeros(len(replica.chunks)))
         for stage, program in enumerate(replica.programs):
             spans += [
                 Span(

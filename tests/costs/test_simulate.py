@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import networkx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.costs.simulate import DIRECTIONS, STAY, Timeline, simulate
-from infinipipe.ir import Op, OpKind
-from tests.plans import parse_program
+from infinipipe.aliases import Floats
+from infinipipe.costs import PackedProgram, Timeline
+from infinipipe.costs import simulate as simulate_packed
+from infinipipe.ir import TRAITS, Direction, Op, OpKind
 from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_programs
+from tests.plans import parse_program, split_some
+
+
+def simulate(
+    programs: SequenceOf[SequenceOf[Op]],
+    seconds: SequenceOf[SequenceOf[float]],
+    transfer_s: SequenceOf[float],
+) -> Timeline:
+    """Simulate programs of the IR."""
+    packed = [PackedProgram.pack(program) for program in programs]
+    arrays: list[Floats] = [np.array(row, dtype=np.float64) for row in seconds]
+    return simulate_packed(packed, arrays, np.array(transfer_s, dtype=np.float64))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
@@ -27,7 +42,8 @@ def test_1f1b_takes_the_textbook_time(num_stages: int, num_chunks: int) -> None:
 
 
 def test_transfers_and_blocked_sends_by_hand() -> None:
-    # Stage 0 hands over F1 when F0 has arrived, at 6, and waits for that before F2. Then stage 1 starts F0.
+    # Stage 0 hands over F1 when F0 has arrived, at 6, and waits for that before F2. Then stage 1
+    # starts F0.
     programs = [
         parse_program(0, "0F0 0F1 0F2 0B0 0B1 0B2"),
         parse_program(1, "1F0 1B0 1F1 1B1 1F2 1B2"),
@@ -61,21 +77,6 @@ PLANS = st.tuples(
 )
 
 
-def split_some(program: tuple[Op, ...], generator: np.random.Generator) -> tuple[Op, ...]:
-    """Make I of some B, each with its W anywhere behind."""
-    split: list[Op] = []
-    waiting: list[Op] = []
-    for op in program:
-        if op.kind == OpKind.BACKWARD and generator.random() < 0.7:
-            split.append(Op(OpKind.BACKWARD_INPUT, op.chunk))
-            waiting.append(Op(OpKind.BACKWARD_WEIGHT, op.chunk))
-        else:
-            split.append(op)
-        while waiting and generator.random() < 0.4:
-            split.append(waiting.pop(generator.integers(len(waiting))))
-    return (*split, *waiting)
-
-
 @pytest.mark.parametrize("split", [False, True])
 @given(plan=PLANS)
 def test_equals_the_longest_path(
@@ -100,7 +101,7 @@ def test_equals_the_longest_path(
 def longest_path(
     programs: list[tuple[Op, ...]], seconds: list[list[float]], transfer_s: list[float]
 ) -> Timeline:
-    """Lay the simulator's rules out as a graph of events and find when each can happen at the earliest."""
+    """Lay the simulator's rules out as a graph of events; find the earliest time of each."""
     graph = networkx.DiGraph()
     for stage, program in enumerate(programs):
         add_stage(graph, stage, program, seconds[stage])
@@ -108,7 +109,7 @@ def longest_path(
     for stage, program in enumerate(programs):
         for direction in (1, -1):
             if 0 <= stage + direction <= last:
-                chunks = [op.chunk for op in program if DIRECTIONS[op.kind] == direction]
+                chunks = [op.chunk for op in program if TRAITS[op.kind].travels == direction]
                 add_channel(graph, stage, direction, chunks, transfer_s)
     earliest: dict[object, float] = {}
     for node in networkx.topological_sort(graph):
@@ -130,13 +131,13 @@ def add_stage(
 ) -> None:
     counts = {1: 0, -1: 0}
     for position, op in enumerate(program):
-        direction = DIRECTIONS[op.kind]
+        direction = TRAITS[op.kind].travels
         graph.add_edge(
             ("start", stage, position), ("end", stage, position), seconds=seconds[position]
         )
         number = counts.get(direction, 0)
         free: tuple[object, ...] = ("end", stage, position)
-        if direction != STAY:
+        if direction != Direction.STAY:
             graph.add_edge(
                 ("begun", stage, direction, number), ("start", stage, position), seconds=0.0
             )

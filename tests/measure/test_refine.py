@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinipipe.costs.cost import chunk_costs, chunk_loads, optimizer_seconds
+from infinipipe.costs import CostModel
 from infinipipe.errors import InputError
 from infinipipe.ir import open_plan
 from infinipipe.measure.refine import refine_profile, scale_times
@@ -30,15 +30,16 @@ def test_refine_scales_all_times_by_one_number(tmp_path: Path) -> None:
     assert refinement.error_after == pytest.approx(0.0, abs=1e-9)
     assert refinement.run_sha256 == read_run(folder).sha256
     step, header = write_plan(tmp_path / "hand.msgpack")[0], make_header()
-    loads = chunk_loads(step.replicas[0].chunks, step.sequences)
-    before, after = (chunk_costs(p, header.stages, loads, 64) for p in (PROFILE, refined))
+    costs_before, costs_after = (
+        CostModel(profile, header.layout, header.stages, 64) for profile in (PROFILE, refined)
+    )
+    chunks = step.replicas[0].chunks
+    before = costs_before.price(chunks, step.sequences)
+    after = costs_after.price(chunks, step.sequences)
     for name in ("forward_s", "backward_s", "recompute_s", "transfer_s"):
         assert getattr(after, name) == pytest.approx(1.1 * getattr(before, name), rel=1e-9)
-    assert np.array_equal(after.kept_bytes, before.kept_bytes)
-    stage = header.stages[0]
-    assert optimizer_seconds(refined, stage) == pytest.approx(
-        1.1 * optimizer_seconds(PROFILE, stage)
-    )
+    assert np.array_equal(after.activation_bytes, before.activation_bytes)
+    assert costs_after.optimizer_s(0) == pytest.approx(1.1 * costs_before.optimizer_s(0))
     assert refined.bytes == PROFILE.bytes
 
 

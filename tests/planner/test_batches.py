@@ -5,11 +5,19 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from infinipipe.planner.batches import global_batches, steps_per_epoch
+from infinipipe.dataset import Rows
+from infinipipe.planner.batches import Batch, Batches, steps_per_epoch
 
 
-def rows(*args: int) -> list[list[int]]:
-    return [batch.tolist() for batch in global_batches(*args)]
+def batches_of(num_rows: int, batch_size: int, num_steps: int, seed: int) -> Batches:
+    """Return batches of sequences of 10 tokens and more, the later rows the longer ones."""
+    lengths = np.arange(10, 10 + num_rows)
+    return Batches(Rows(lengths, lengths - 1), batch_size, num_steps, seed)
+
+
+def rows(num_rows: int, batch_size: int, num_steps: int, seed: int) -> list[list[int]]:
+    batches = batches_of(num_rows, batch_size, num_steps, seed)
+    return [drawn.tolist() for drawn in batches.rows_of_steps()]
 
 
 def test_an_epoch_has_every_row_once_and_keeps_the_partial_batch() -> None:
@@ -43,3 +51,32 @@ def test_further_epochs_are_shuffled_afresh() -> None:
 def test_steps_per_epoch(num_rows: int, batch_size: int, expected: int) -> None:
     assert steps_per_epoch(num_rows, batch_size) == expected
     assert len(rows(num_rows, batch_size, expected, 0)) == expected
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+def test_every_step_is_the_same_wherever_one_begins(num_steps: int) -> None:
+    batches = batches_of(10, 4, num_steps, 0)
+    whole = list(batches.steps())
+    assert [batch.index for batch in whole] == list(range(num_steps))
+    drawn = [[sequence.row for sequence in batch.sequences] for batch in whole]
+    assert drawn == rows(10, 4, num_steps, 0)
+    for batch in whole:
+        for sequence in batch.sequences:
+            assert (sequence.length, sequence.num_targets) == (10 + sequence.row, 9 + sequence.row)
+    for first in range(num_steps + 1):
+        assert list(batches.steps(first)) == whole[first:]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_the_longest_sequence_comes_with_its_first_step(num_steps: int) -> None:
+    for seed in range(5):
+        batches = batches_of(10, 4, num_steps, seed)
+        steps = list(batches.steps())
+        longest = max(sequence.length for batch in steps for sequence in batch.sequences)
+        index, sequence = next(
+            (batch.index, sequence)
+            for batch in steps
+            for sequence in batch.sequences
+            if sequence.length == longest
+        )
+        assert batches.longest() == Batch(index, (sequence,))

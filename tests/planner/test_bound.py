@@ -1,4 +1,4 @@
-"""The bound: no schedule beats it, schedules that are nearly best show how sharp it is, and the planner comes close."""
+"""The bound: no schedule beats it, nearly best ones show its sharpness, `epp` comes close."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.costs.cost import Costs, chunk_costs, chunk_loads, replay_memory, static_bytes
+from infinipipe.aliases import Floats
+from infinipipe.costs import CostedChunks, CostModel, PackedProgram, simulate
 from infinipipe.costs.rates import SizeRates
-from infinipipe.costs.simulate import simulate
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Chunk, Op, OpKind, Sequence, Slice, chunk_chains
+from infinipipe.ir import Chunk, Layout, Op, OpKind, Sequence, Slice, chunk_chains
 from infinipipe.ir.rules.deadlock import find_deadlock
+from infinipipe.planner.batches import Batch
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.bound.ends import Trip
 from infinipipe.planner.compile import plan_step
+from infinipipe.planner.passes.partition import make_stages
 from infinipipe.planner.passes.schedule import Schedule
 from infinipipe.planner.policies import POLICIES
 from infinipipe.planner.policies.epp import plan_epp
-from infinipipe.planner.problem import Floats, Problem
+from infinipipe.planner.problem import Pipeline, Problem
 from infinipipe.profiles import Curve, LayerTime, Line, Profile
-from tests.planner.toys import ROOMY, toy_pipeline, toy_problem, toy_profile, toy_sequences
+from tests.planner.toys import (
+    ROOMY,
+    toy_problem,
+    toy_profile,
+    toy_sequences,
+    with_limits,
+    with_profile,
+)
 
 
 def plain_profile(num_layers: int, overhead: float, pairs: float = 0.0, **sizes: float) -> Profile:
-    """Return a profile of straight lines: F of a token and layer takes 1 s, B 2 s, a chunk of any size `overhead` more.
+    """Return a profile of straight lines.
 
-    A layer keeps 1,000 bytes of a token, 100 of them its input; no other bytes but those given.
+    F of a token and layer takes 1 s, B 2 s, a chunk of any size `overhead` more. A layer keeps
+    1,000 bytes of a token, 100 of them its input; no other bytes but those given.
     """
     profile = toy_profile(num_layers)
 
@@ -84,26 +94,41 @@ def plain_profile(num_layers: int, overhead: float, pairs: float = 0.0, **sizes:
 def problem_of(
     profile: Profile, lengths: SequenceOf[int], counts: SequenceOf[int], room_bytes: float = ROOMY
 ) -> Problem:
-    pipeline = replace(toy_pipeline(counts, room_bytes), profile=profile)
-    return Problem(pipeline, toy_sequences(lengths), tuple(range(len(lengths))))
+    return with_profile(toy_problem(lengths, counts, room_bytes), profile)
 
 
 def bound_of(problem: Problem) -> float:
     return makespan_bound(problem.pipeline, problem.sequences, 1)
 
 
-def costs_of(problem: Problem, chunks: tuple[Chunk, ...]) -> Costs:
-    pipeline = problem.pipeline
-    loads = chunk_loads(chunks, problem.sequences)
-    return chunk_costs(pipeline.profile, pipeline.stages, loads, pipeline.logits_tokens)
+def costs_of(problem: Problem, chunks: tuple[Chunk, ...]) -> CostedChunks:
+    return problem.pipeline.costs.price(chunks, problem.sequences)
 
 
 def op_seconds(
-    costs: Costs, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]
-) -> list[float]:
+    costs: CostedChunks, stage: int, program: SequenceOf[Op], recompute: SequenceOf[int]
+) -> Floats:
     backward = costs.backward_s[stage] + np.asarray(recompute) * costs.recompute_s
     seconds = {OpKind.FORWARD: costs.forward_s[stage].tolist(), OpKind.BACKWARD: backward.tolist()}
-    return [seconds[op.kind][op.chunk] for op in program]
+    return np.array([seconds[op.kind][op.chunk] for op in program])
+
+
+def peak_bytes(
+    problem: Problem,
+    costs: CostedChunks,
+    stage: int,
+    program: SequenceOf[Op],
+    recompute: SequenceOf[int],
+) -> float:
+    memory = problem.pipeline.costs.memory(stage, costs, PackedProgram.pack(program))
+    return float(memory.during(np.asarray(recompute)).max())
+
+
+def makespan_of(
+    costs: CostedChunks, programs: SequenceOf[SequenceOf[Op]], seconds: SequenceOf[Floats]
+) -> float:
+    packed = [PackedProgram.pack(program) for program in programs]
+    return simulate(packed, seconds, costs.transfer_s).makespan_s
 
 
 def cuts(length: int) -> Iterator[list[tuple[int, int]]]:
@@ -163,39 +188,31 @@ def merges(forwards: tuple[int, ...], backwards: tuple[int, ...]) -> Iterator[tu
 def every_schedule(
     problem: Problem, chunks: tuple[Chunk, ...], recomputes: bool
 ) -> Iterator[tuple[float, float]]:
-    """Yield makespan and room of every order on two stages, also with full recompute of any chunk on any stage."""
+    """Yield makespan and room of every order on two stages.
+
+    Also with full recompute of any chunk on any stage.
+    """
     pipeline, count = problem.pipeline, len(chunks)
-    loads, costs = chunk_loads(chunks, problem.sequences), costs_of(problem, chunks)
+    costs = costs_of(problem, chunks)
     chains = chunk_chains(chunks, problem.sequences)
     equal = len({sequence.length for sequence in problem.sequences}) == 1 and len(chains) == count
     for forwards in [tuple(range(count))] if equal else orders(count, chains, backward=False):
         for backwards in orders(count, chains, backward=True):
-            columns: list[list[tuple[tuple[Op, ...], list[float], float]]] = []
+            columns: list[list[tuple[tuple[Op, ...], Floats, float]]] = []
             for stage, place in enumerate(pipeline.stages):
                 columns.append([])
-                static = static_bytes(pipeline.profile, place)
+                static = pipeline.costs.static_bytes(stage)
                 for program in merges(forwards, backwards):
+                    memory = pipeline.costs.memory(stage, costs, PackedProgram.pack(program))
                     for counts in product(
                         (0, place.num_layers) if recomputes else (0,), repeat=count
                     ):
-                        trace = replay_memory(
-                            pipeline.profile,
-                            pipeline.stages,
-                            stage,
-                            problem.sequences,
-                            loads,
-                            costs,
-                            program,
-                            counts,
-                        )
+                        peak = float(memory.during(np.array(counts)).max())
                         seconds = op_seconds(costs, stage, program, counts)
-                        columns[-1].append((program, seconds, float(trace.during.max()) - static))
+                        columns[-1].append((program, seconds, peak - static))
             for (first, a, room), (second, b, other) in product(*columns):
                 if not find_deadlock((first, second)):
-                    makespan = simulate(
-                        (first, second), (a, b), costs.transfer_s.tolist()
-                    ).makespan_s
-                    yield makespan, max(room, other)
+                    yield makespan_of(costs, (first, second), (a, b)), max(room, other)
 
 
 @pytest.mark.parametrize("lengths", [[1], [6], [3, 4], [1, 5], [2, 2]])
@@ -289,7 +306,7 @@ def eager_makespan(problem: Problem, chunks: tuple[Chunk, ...]) -> float:
         nexts[s] += 1
         programs[s].append(Op(OpKind.FORWARD if is_f else OpKind.BACKWARD, chunk))
     times = [op_seconds(costs, s, program, [0] * count) for s, program in enumerate(programs)]
-    return simulate(programs, times, costs.transfer_s.tolist()).makespan_s
+    return makespan_of(costs, programs, times)
 
 
 def test_chunks_that_grow_and_shrink_come_within_three_percent(
@@ -343,18 +360,13 @@ def test_a_sequence_forces_what_it_must_recompute(share: float) -> None:
     roomy = problem_of(profile, [40], [2])
     tight = problem_of(profile, [40], [2], share * 40 * 2 * 1100)
     chunks = tuple(Chunk((Slice(0, start, 1),)) for start in range(40))
-    loads, costs, stages = (
-        chunk_loads(chunks, roomy.sequences),
-        costs_of(roomy, chunks),
-        roomy.pipeline.stages,
-    )
+    costs = costs_of(roomy, chunks)
     program = [Op(OpKind.FORWARD, chunk) for chunk in range(40)]
     program += [Op(OpKind.BACKWARD, chunk) for chunk in reversed(range(40))]
     # The first tokens are cheapest to recompute.
     for layers in range(81):
         recompute = [min(2, max(0, layers - 2 * chunk)) for chunk in range(40)]
-        trace = replay_memory(profile, stages, 0, roomy.sequences, loads, costs, program, recompute)
-        if trace.during.max() <= tight.pipeline.limits[0]:
+        if peak_bytes(roomy, costs, 0, program, recompute) <= tight.pipeline.limits[0]:
             break
     reached = sum(op_seconds(costs, 0, program, recompute))
     assert bound_of(tight) <= reached < 1.005 * bound_of(tight)
@@ -371,19 +383,11 @@ def test_sequences_that_fill_a_stage_take_turns() -> None:
         Chunk((Slice(3, 0, 2), Slice(4, 0, 2))),
     )
     program = [Op(kind, chunk) for chunk in range(4) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
-    loads, costs = chunk_loads(chunks, roomy.sequences), costs_of(roomy, chunks)
-    stages = roomy.pipeline.stages
-    limits = [
-        int(
-            replay_memory(
-                profile, stages, s, roomy.sequences, loads, costs, program, recompute
-            ).during.max()
-        )
-        for s in range(3)
-    ]
-    tight = replace(roomy, pipeline=replace(roomy.pipeline, limits=tuple(limits)))
+    costs = costs_of(roomy, chunks)
+    limits = [int(peak_bytes(roomy, costs, s, program, recompute)) for s in range(3)]
+    tight = with_limits(roomy, limits)
     seconds = [op_seconds(costs, s, program, recompute) for s in range(3)]
-    reached = simulate([program] * 3, seconds, costs.transfer_s.tolist()).makespan_s
+    reached = makespan_of(costs, [program] * 3, seconds)
     turn = float((costs.forward_s + costs.backward_s)[:, 0].sum() + 3 * 2 * costs.recompute_s[0])
     assert 3 * turn * (1 - 1e-6) <= bound_of(tight) <= reached < 1.05 * 3 * turn
     assert bound_of(roomy) < 0.5 * 3 * turn
@@ -403,7 +407,7 @@ def test_many_short_sequences_come_close_to_the_bound() -> None:
 def test_forced_recompute_raises_the_bound() -> None:
     lengths = [60, 4]
     free = toy_problem(lengths, [3, 3])
-    sizes = free.pipeline.profile.bytes
+    sizes = free.pipeline.costs.profile.bytes
     kept = 60 * 3 * (sizes.layer_full_per_token + sizes.layer_kv_per_token)
     tight = toy_problem(lengths, [3, 3], 0.7 * kept)
     bounds = [bound_of(p) for p in (free, tight)]
@@ -460,7 +464,7 @@ def random_schedule(random: Random, problem: Problem, members: list[int]) -> tup
     """Return the makespan of a schedule, and the bytes that each stage needs for it."""
     pipeline = problem.pipeline
     chunks = random_chunks(random, problem.sequences, members)
-    loads, costs = chunk_loads(chunks, problem.sequences), costs_of(problem, chunks)
+    costs = costs_of(problem, chunks)
     chains = chunk_chains(chunks, problem.sequences)
     random.shuffle(chains)
     forwards = random_order(random, [list(chain) for chain in chains])
@@ -480,20 +484,8 @@ def random_schedule(random: Random, problem: Problem, members: list[int]) -> tup
         for place in pipeline.stages
     ]
     seconds = [op_seconds(costs, s, programs[s], recompute[s]) for s in range(num_stages)]
-    traces = [
-        replay_memory(
-            pipeline.profile,
-            pipeline.stages,
-            s,
-            problem.sequences,
-            loads,
-            costs,
-            programs[s],
-            recompute[s],
-        ).during.max()
-        for s in range(num_stages)
-    ]
-    return simulate(programs, seconds, costs.transfer_s.tolist()).makespan_s, np.array(traces)
+    peaks = [peak_bytes(problem, costs, s, programs[s], recompute[s]) for s in range(num_stages)]
+    return makespan_of(costs, programs, seconds), np.array(peaks)
 
 
 def random_chunks(
@@ -555,10 +547,12 @@ def test_no_policy_beats_the_bound(
     policy: str, profile: int, counts: list[int], lengths: list[int], room: int, num_replicas: int
 ) -> None:
     problem = problem_of(PROFILES[profile], lengths, counts, room)
+    layout = Layout(num_stages=len(counts), num_replicas=num_replicas)
+    costs = problem.pipeline.costs
+    costs = CostModel(costs.profile, layout, costs.stages, costs.logits_tokens)
+    pipeline = replace(problem.pipeline, costs=costs)
     try:
-        step = plan_step(
-            problem.pipeline, POLICIES[policy], 0, problem.sequences, num_replicas, "token"
-        )
+        step = plan_step(pipeline, POLICIES[policy], Batch(0, problem.sequences), "token")
     except InfeasibleError:
         return
     assert 0 < step.bound_s <= step.makespan_s * (1 + 1e-12)
@@ -572,9 +566,9 @@ def test_a_chunk_that_fits_exactly_fits_the_bound_too() -> None:
         roomy = problem_of(msgspec.structs.replace(plain, bytes=sizes), [1] * 30, [1])
         alone = POLICIES["gpipe"](roomy)
         assert isinstance(alone, Schedule)
-        assert len(alone.priced.chunks.chunks) == 1
+        assert len(alone.chains.chunks.chunks) == 1
         limit = int(np.ceil(alone.memories[0].during(alone.recompute[0]).max()))
-        exact = replace(roomy, pipeline=replace(roomy.pipeline, limits=(limit,)))
+        exact = with_limits(roomy, [limit])
         assert bound_of(exact) <= alone.makespan_s, full
 
 

@@ -1,11 +1,10 @@
-"""What users of other systems met: memory that surprised them, unbalanced stages, solvers cut short."""
+"""What users of other systems met: memory that surprised them, unbalanced stages, lame solvers."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.costs.cost import chunk_costs, chunk_loads, static_bytes
+from infinipipe.aliases import Ints
+from infinipipe.costs import Work
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, VerifyError
 from infinipipe.ir import (
     Chunk,
     Header,
+    Layout,
     OpKind,
     Replica,
     Sequence,
@@ -32,21 +33,27 @@ from infinipipe.ir import (
     verify_plan,
 )
 from infinipipe.ir.verify import verify_step
-from infinipipe.planner.batches import global_batches, steps_per_epoch
+from infinipipe.planner.batches import Batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
 from infinipipe.planner.passes.chunking import cut_chunks
-from infinipipe.planner.passes.order import stage_leads
+from infinipipe.planner.passes.order import windowed_order
 from infinipipe.planner.passes.packing import pack
-from infinipipe.planner.passes.partition import make_stages, partition_layers
+from infinipipe.planner.passes.partition import balanced_costs, make_stages
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
-from infinipipe.planner.passes.schedule import Schedule, make_replica, order_memories, price
+from infinipipe.planner.passes.schedule import (
+    Result,
+    Schedule,
+    make_replica,
+    order_memories,
+    price_chains,
+)
 from infinipipe.planner.policies import POLICIES, paper
 from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.baselines import plan_1f1b
 from infinipipe.planner.policies.epp import plan_epp
-from infinipipe.planner.problem import Ints, Problem, Work, average_work
+from infinipipe.planner.problem import Pipeline, Problem
 from infinipipe.profiles import PRESETS, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.models import model_from_config
@@ -55,10 +62,12 @@ from infinipipe.units import show_bytes
 from tests.planner.toys import (
     ROOMY,
     draw_lengths,
-    toy_pipeline,
+    roomy_limits,
+    toy_costs,
     toy_problem,
     toy_profile,
     toy_sequences,
+    with_profile,
 )
 
 TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
@@ -85,7 +94,7 @@ def compiled(
 
 def limits_of(profile: Profile, counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
     """Return what stages of so many layers hold between steps, and so much more."""
-    return tuple(static_bytes(profile, stage) + int(extra) for stage in make_stages(counts))
+    return roomy_limits(toy_costs(profile, counts), extra)
 
 
 def lengths_of(chunks: SequenceOf[Chunk]) -> list[int]:
@@ -140,9 +149,13 @@ def test_a_piece_of_logits_counts_on_the_last_stage(
 
 
 def logits_bytes(profile: Profile, header: Header, replica: Replica) -> int:
-    """Return what the last stage needs at least: what it always holds, and the largest piece of logits."""
+    """Return what the last stage needs at least.
+
+    That is what it always holds, and the largest block of logits.
+    """
     tokens = min(header.logits_tokens, max(lengths_of(replica.chunks)))
-    return static_bytes(profile, header.stages[-1]) + int(tokens * profile.bytes.logits_per_token)
+    counts = [stage.num_layers for stage in header.stages]
+    return limits_of(profile, counts, tokens * profile.bytes.logits_per_token)[-1]
 
 
 def test_no_room_for_any_logits_is_refused_on_the_last_stage(
@@ -165,12 +178,12 @@ def test_stages_of_1_2_2_3_layers_report_the_peak_of_the_heaviest(tmp_path: Path
     header, (step,) = compiled(tmp_path, [20] * 8, profile, **options)
     assert [stage.num_layers for stage in header.stages] == [1, 2, 2, 3]
     peaks = [predicted.peak_bytes for predicted in step.replicas[0].predicted]
-    assert max(peaks) == peaks[3] > static_bytes(profile, header.stages[3])
+    assert max(peaks) == peaks[3] > limits_of(profile, [1, 2, 2, 3], 0)[3]
     # Spread evenly, the same layers would seem to need much less.
     assert peaks[3] > 1.3 * sum(limits_of(profile, [1, 2, 2, 3], 0)) / 4
-    (row,) = compare_policies(
-        dataset_of(tmp_path, [20] * 8), profile, CompileOptions(**options), ["epp"]
-    )
+    dataset = dataset_of(tmp_path, [20] * 8)
+    request = CompileOptions(**options).resolve(profile, len(dataset))
+    (row,) = compare_policies(dataset, profile, request, ["epp"])
     assert row.feasible
     assert row.peak_bytes == tuple(peaks)
 
@@ -212,9 +225,9 @@ def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_plan
     limits = limits_of(toy_profile(6), [3, 3], 2_000_000)
     calls: list[int] = []
 
-    def counted(problem: Problem, *more: Any) -> Schedule | Shortage:
+    def counted(problem: Problem) -> Result:
         calls.append(len(problem.members))
-        return plan_epp(problem, *more)
+        return plan_epp(problem)
 
     monkeypatch.setitem(POLICIES, "epp", counted)
     with pytest.raises(InfeasibleError) as failure:
@@ -229,10 +242,12 @@ def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_plan
     # One plan, of the long sequence alone; nothing is written.
     assert calls == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["dataset.jsonl"]
-    batches = global_batches(10_001, 32, steps_per_epoch(10_001, 32), 0)
-    index = next(index for index, rows in enumerate(batches) if 10_000 in rows)
+    rows = dataset_of(tmp_path, lengths).rows
+    batches = Batches(rows, 32, steps_per_epoch(10_001, 32), 0)
+    index = next(index for index, drawn in enumerate(batches.rows_of_steps()) if 10_000 in drawn)
     found = re.fullmatch(
-        r"step (\d+) does not fit: stage (\d) needs ([\d.]+) MiB in the best plan found, ([\d.]+) (\w+) more than its "
+        r"step (\d+) does not fit: stage (\d) needs ([\d.]+) MiB in the best plan found, "
+        r"([\d.]+) (\w+) more than its "
         r"limit of ([\d.]+) MiB; raise --memory or --stages, or lower --max-length",
         str(failure.value),
     )
@@ -271,14 +286,14 @@ def test_a_rare_long_sequence_sets_the_peak_that_is_reported(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_layers", [24, 23])
 def test_recompute_counts_need_not_divide_the_layers(num_layers: int) -> None:
     problem = toy_problem([30] * 6, [num_layers])
-    priced = price(problem, cut_chunks(problem, TOKENS, 30, 30))
+    chains = price_chains(problem, cut_chunks(problem, TOKENS, 30, 30))
     (memory,) = order_memories(
-        problem, priced, np.minimum(stage_leads(priced.chunks, 1, "uniform", 1) + 2, 6)
+        problem, chains, np.minimum(windowed_order(chains.chunks, 1, "uniform", 1) + 2, 6)
     )
     none, full = (float(memory.during(np.full(6, count)).max()) for count in (0, num_layers))
     seen: set[int] = set()
     for limit in np.linspace(full + 2, none, 60):
-        counts = fit_recompute(memory, priced.costs.recompute_s, float(limit))
+        counts = fit_recompute(memory, chains.costs.recompute_s, float(limit))
         assert not isinstance(counts, float)
         assert memory.during(counts).max() <= limit
         assert 0 <= counts.min() <= counts.max() <= num_layers
@@ -288,12 +303,9 @@ def test_recompute_counts_need_not_divide_the_layers(num_layers: int) -> None:
 
 def capped(problem: Problem, most_tokens: int) -> Problem:
     """Return a problem of a model so wide that kernels can index no more tokens of a chunk."""
-    profile = problem.pipeline.profile
+    profile = problem.pipeline.costs.profile
     model = msgspec.structs.replace(profile.model, intermediate_size=(2**31 - 1) // most_tokens)
-    return replace(
-        problem,
-        pipeline=replace(problem.pipeline, profile=msgspec.structs.replace(profile, model=model)),
-    )
+    return with_profile(problem, msgspec.structs.replace(profile, model=model))
 
 
 @pytest.mark.parametrize("policy", ["epp", "paper", "terapipe", "seq1f1b", "chunkflow"])
@@ -304,7 +316,7 @@ def test_a_sequence_of_20_tokens_is_sliced_where_a_chunk_can_have_fewer(
 ) -> None:
     found = POLICIES[policy](capped(toy_problem([20], counts), cap))
     assert isinstance(found, Schedule)
-    lengths = lengths_of(found.priced.chunks.chunks)
+    lengths = lengths_of(found.chains.chunks.chunks)
     assert sum(lengths) == 20
     assert len(lengths) >= 20 / cap
     assert max(lengths) <= cap
@@ -319,7 +331,7 @@ def test_packers_refuse_a_sequence_of_20_tokens_where_a_chunk_can_have_8(policy:
 def test_eight_sevens_make_eight_chunks_where_a_chunk_can_have_8(policy: str) -> None:
     found = POLICIES[policy](capped(toy_problem([7] * 8, [2, 2]), 8))
     assert isinstance(found, Schedule)
-    lengths = lengths_of(found.priced.chunks.chunks)
+    lengths = lengths_of(found.chains.chunks.chunks)
     assert max(lengths) <= 7
     assert len(lengths) >= 8
     assert policy not in ("gpipe", "1f1b") or lengths == [7] * 8
@@ -340,8 +352,9 @@ def test_a_sequence_too_long_for_one_kernel_is_sliced(tmp_path: Path) -> None:
 
 
 def attention_s(*slices: tuple[int, int]) -> float:
-    """Return what attention adds to F of one chunk of (start, length) on one layer that is neither first nor last."""
-    profile, chunk = toy_profile(3), Chunk((*(Slice(i, *piece) for i, piece in enumerate(slices)),))
+    """Return what attention adds to F of one chunk of (start, length) on a layer between others."""
+    profile = toy_profile(3)
+    chunk = Chunk((*(Slice(i, start, length) for i, (start, length) in enumerate(slices)),))
     sequences = tuple(
         Sequence(i, start + length + 1, 1) for i, (start, length) in enumerate(slices)
     )
@@ -350,8 +363,8 @@ def attention_s(*slices: tuple[int, int]) -> float:
         layer = msgspec.structs.replace(profile.times.layer_forward, s_per_pair=s_per_pair)
         times = msgspec.structs.replace(profile.times, layer_forward=layer)
         priced = msgspec.structs.replace(profile, times=times)
-        costs = chunk_costs(priced, make_stages([1, 1, 1]), chunk_loads((chunk,), sequences), 1024)
-        seconds.append(float(costs.forward_s[1, 0]))
+        costed = toy_costs(priced, [1, 1, 1], 1024).price((chunk,), sequences)
+        seconds.append(float(costed.forward_s[1, 0]))
     return seconds[1] - seconds[0]
 
 
@@ -375,7 +388,7 @@ def test_a_pack_of_512_and_512_costs_two_squares_not_one() -> None:
 
 
 def test_every_sequence_of_a_bin_counts() -> None:
-    work = average_work(toy_profile(6), 2)
+    work = toy_costs(toy_profile(6), [3, 3]).work
     shorts = [
         Slice(i, 0, length)
         for i, length in enumerate(sorted(draw_lengths("wikipedia", 100, 0), reverse=True))
@@ -396,14 +409,12 @@ def test_a_large_vocabulary_makes_the_last_stage_smaller_and_the_step_no_slower(
     profile = analytic_profile(read_model("llama3-8b"), "a800-80g")
     lengths = draw_lengths("wikipedia", 64, 0)
     limits = (2**45,) * num_stages
-    found = partition_layers(profile, num_stages, limits, np.array(lengths))
-    uniform = make_stages([32 // num_stages] * num_stages)
-    assert found[-1].num_layers == min(stage.num_layers for stage in found) < 32 // num_stages
+    found = balanced_costs(profile, Layout(num_stages=num_stages), limits, np.array(lengths))
+    counts = [stage.num_layers for stage in found.stages]
+    assert counts[-1] == min(counts) < 32 // num_stages
     makespans = []
-    for stages in (found, uniform):
-        pipeline = replace(
-            toy_pipeline([1]), profile=profile, stages=stages, limits=limits, logits_tokens=523
-        )
+    for stages in (found.stages, make_stages([32 // num_stages] * num_stages)):
+        pipeline = Pipeline(found.with_stages(stages), limits, context_tokens=1)
         schedule = plan_epp(Problem(pipeline, toy_sequences(lengths), tuple(range(len(lengths)))))
         assert isinstance(schedule, Schedule)
         makespans.append(schedule.makespan_s)
@@ -417,7 +428,8 @@ def test_less_memory_than_the_weights_names_the_stage_its_need_and_its_limit(
     profile = toy_profile(8)
     needs = limits_of(profile, [1, 1, 1, 1], 0)
     limits = (*(ROOMY,) * stage, needs[stage] // 2, *(ROOMY,) * (3 - stage))
-    message = rf"stage {stage} needs {needs[stage] / 2**20:.2f} MiB for .* limit is {needs[stage] / 2**21:.2f} MiB;"
+    need, limit = needs[stage] / 2**20, needs[stage] / 2**21
+    message = rf"stage {stage} needs {need:.2f} MiB for .* limit is {limit:.2f} MiB;"
     with pytest.raises(InfeasibleError, match=message):
         compiled(tmp_path, [20], profile, num_stages=4, memory_limit_bytes=limits)
 
@@ -469,7 +481,10 @@ def test_a_solver_that_ends_says_so_in_the_plan() -> None:
 def test_a_solver_without_a_solution_leaves_what_the_sweep_found(
     monkeypatch: pytest.MonkeyPatch, silenced: str
 ) -> None:
-    """One that loses its start before it may search, or has none at the end: no reason to call it infeasible."""
+    """One that loses its start before it may search, or has none at the end.
+
+    That is no reason to call it infeasible.
+    """
     problem = tight_problem()
     solved, _ = paper_plan(problem)
     lame = type("Lame", (pyscipopt.Model,), {silenced: lambda *_: 0})
@@ -513,14 +528,15 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
     if isinstance(found, Shortage):
         assert found.bytes_needed > problem.pipeline.limits[found.stage]
         return
-    replica, sizes = make_replica(found), problem.pipeline.profile.bytes
+    replica, sizes = make_replica(found), problem.pipeline.costs.profile.bytes
     full, activation = Fraction(sizes.layer_full_per_token), Fraction(sizes.activation_per_token)
     for stage, program in enumerate(replica.programs):
         limit, predicted = problem.pipeline.limits[stage], replica.predicted[stage].peak_bytes
         assert isinstance(predicted, int)
         assert predicted <= limit
         place = problem.pipeline.stages[stage]
-        held = most = Fraction(static_bytes(problem.pipeline.profile, place))
+        static = Fraction(problem.pipeline.costs.static_bytes(stage))
+        held = most = static
         for op in program:
             dropped = replica.recompute[stage][op.chunk]
             assert 0 <= dropped <= place.num_layers
@@ -529,7 +545,7 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
             )
             held += own if op.kind == OpKind.FORWARD else -own
             most = max(most, held)
-        assert held == static_bytes(problem.pipeline.profile, place)
+        assert held == static
         assert held < most <= predicted
 
 
@@ -568,7 +584,10 @@ def test_never_slower_than_plain_1f1b(
 
 
 def first_fit_decreasing(lengths: SequenceOf[int], capacity: int) -> int:
-    """Return how many bins first fit decreasing needs; a longer sequence fills bins and leaves its tail in another."""
+    """Return how many bins first fit decreasing needs.
+
+    A longer sequence fills bins and leaves its tail in another.
+    """
     num_full, bins = 0, []
     for length in sorted(lengths, reverse=True):
         if length > capacity:

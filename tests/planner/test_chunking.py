@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinipipe.costs import Work
 from infinipipe.ir import Chunk, Slice, chunk_chains
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks, cut_evenly, join_chunks
 from infinipipe.planner.passes.ramp import NO_RAMP, Ramp, geometric_ramp, linear_ramp
-from infinipipe.planner.problem import Work
 from tests.planner.toys import cut, draw_lengths, toy_problem
 
 LINEAR = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)

@@ -8,13 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from infinipipe.costs.cost import static_bytes
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import InputError
 from infinipipe.planner.compare import InfeasibleRow, Row, compare_policies
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.passes.partition import make_stages
-from tests.planner.toys import ROOMY, toy_profile
+from tests.planner.toys import ROOMY, roomy_limits, toy_costs, toy_profile
 
 FIELDS = [
     *("policy", "feasible", "step_seconds", "bound_seconds", "ratio_to_bound", "bubble_fraction"),
@@ -27,12 +25,13 @@ def rows(
 ) -> list[Row | InfeasibleRow]:
     path = folder / "dataset.jsonl"
     path.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
+    dataset, profile = open_dataset(path, BYTES, 256), toy_profile(6)
     options = CompileOptions(num_stages=2, batch_size=4, memory_limit_bytes=limits)
     calls: list[tuple[int, int]] = []
     found = compare_policies(
-        open_dataset(path, BYTES, 256),
-        toy_profile(6),
-        options,
+        dataset,
+        profile,
+        options.resolve(profile, len(dataset)),
         policies,
         lambda *call: calls.append(call),
     )
@@ -56,8 +55,7 @@ def test_rows_have_the_promised_fields_and_add_up(tmp_path: Path) -> None:
 
 
 def test_a_policy_without_a_plan_says_why(tmp_path: Path) -> None:
-    profile = toy_profile(6)
-    limits = tuple(static_bytes(profile, stage) + 1_250_000 for stage in make_stages([3, 3]))
+    limits = roomy_limits(toy_costs(toy_profile(6), [3, 3]), 1_250_000)
     found = rows(tmp_path, [300, 3, 14, 15, 92, 65, 35, 8], ("gpipe", "epp"), limits)
     assert isinstance(found[0], InfeasibleRow)
     assert isinstance(found[1], Row)

@@ -1,4 +1,7 @@
-"""Compile: any lengths give plans that verify, the same inputs the same bytes, and errors that name what helps."""
+"""Compile: any lengths give plans that verify, the same inputs the same bytes.
+
+Errors name what helps.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,31 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinipipe.costs.cost import static_bytes
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, InputError
-from infinipipe.ir import Header, Step
+from infinipipe.ir import Header, Layout, Step
 from infinipipe.ir.file.check import verify_plan
 from infinipipe.ir.file.store import open_plan
 from infinipipe.ir.verify import verify_header, verify_step
-from infinipipe.planner.compile import compile_plan, deal, make_header, make_pipeline, plan_steps
+from infinipipe.planner.compile import (
+    compile_plan,
+    deal,
+    draw_batches,
+    make_header,
+    make_pipeline,
+    plan_steps,
+)
 from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.passes.partition import make_stages
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
-from tests.planner.toys import ROOMY, toy_pipeline, toy_profile, toy_sequences
+from tests.planner.toys import (
+    ROOMY,
+    roomy_limits,
+    toy_costs,
+    toy_pipeline,
+    toy_profile,
+    toy_sequences,
+)
 
 
 def dataset_of(folder: Path, lengths: SequenceOf[int]) -> Dataset:
@@ -34,22 +49,20 @@ def dataset_of(folder: Path, lengths: SequenceOf[int]) -> Dataset:
 
 
 def plan(folder: Path, lengths: SequenceOf[int], **options: Any) -> tuple[Header, list[Step]]:
-    dataset, checked = (
-        dataset_of(folder, lengths),
-        CompileOptions(**{"memory_limit_bytes": (ROOMY,), **options}),
-    )
-    pipeline = make_pipeline(dataset, toy_profile(6), checked)
-    header = make_header(dataset, pipeline, checked)
+    dataset, profile = dataset_of(folder, lengths), toy_profile(6)
+    checked = CompileOptions(**{"memory_limit_bytes": (ROOMY,), **options})
+    request = checked.resolve(profile, len(dataset))
+    pipeline = make_pipeline(dataset, profile, request)
+    header = make_header(dataset, pipeline, request)
     verify_header(header)
-    steps = list(plan_steps(dataset, pipeline, header))
+    steps = list(plan_steps(pipeline, request, draw_batches(dataset, request)))
     for step in steps:
         verify_step(header, step)
     return header, steps
 
 
 def room(counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
-    profile = toy_profile(sum(counts))
-    return tuple(static_bytes(profile, stage) + int(extra) for stage in make_stages(counts))
+    return roomy_limits(toy_costs(toy_profile(sum(counts)), counts), extra)
 
 
 @settings(
@@ -70,10 +83,9 @@ def test_any_lengths_give_a_plan_that_verifies(
     batch_size: int,
     tightness: float,
 ) -> None:
-    dataset = dataset_of(tmp_path, lengths)
-    stages = make_pipeline(
-        dataset, toy_profile(6), CompileOptions(num_stages=num_stages, memory_limit_bytes=(ROOMY,))
-    ).stages
+    dataset, profile = dataset_of(tmp_path, lengths), toy_profile(6)
+    roomy = CompileOptions(num_stages=num_stages, memory_limit_bytes=(ROOMY,))
+    stages = make_pipeline(dataset, profile, roomy.resolve(profile, len(dataset))).stages
     extra = tightness * max(lengths) * 6 / num_stages * 5000 + 300_000
     limits = room([stage.num_layers for stage in stages], extra)
     options = {"num_stages": num_stages, "num_replicas": num_replicas, "batch_size": batch_size}
@@ -122,7 +134,10 @@ def test_one_long_sequence_at_the_end_is_found_before_anything_is_written(tmp_pa
     dataset = dataset_of(tmp_path, [10] * 200 + [3000])
     limits = room([3, 3], 2_000_000)
     options = CompileOptions(num_stages=2, batch_size=32, memory_limit_bytes=limits)
-    message = r"step . does not fit: stage . needs [\d.]+ MiB in the best plan found, [\d.]+ \w+ more than its limit of"
+    message = (
+        r"step . does not fit: stage . needs [\d.]+ MiB in the best plan found, "
+        r"[\d.]+ \w+ more than its limit of"
+    )
     calls: list[tuple[int, ...]] = []
     with pytest.raises(InfeasibleError, match=message):
         compile_plan(
@@ -185,7 +200,7 @@ def test_replicas_without_work_are_empty(tmp_path: Path) -> None:
 
 def test_work_is_dealt_evenly() -> None:
     lengths = [300, 200, 160, 90, 80, 70, 60, 50, 40, 30, 20, 10]
-    hands = deal(toy_pipeline([3, 3]), toy_sequences(lengths), 3)
+    hands = deal(toy_pipeline([3, 3], num_replicas=3), toy_sequences(lengths))
     assert sorted(member for hand in hands for member in hand) == list(range(12))
     assert hands[0] == (0,)
 
@@ -197,12 +212,16 @@ def test_loss_norms(tmp_path: Path) -> None:
 
 def test_defaults_come_from_the_profile_and_the_dataset() -> None:
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
-    options = CompileOptions()
-    assert (options.stages(profile), options.stages(toy_profile(6))) == (8, 6)
-    assert options.limits(profile) == (77 * 2**30,) * 8
-    assert options.batches(10_000) == (512, 20)
-    assert options.batches(10) == (10, 1)
-    assert CompileOptions(batch_size=4, num_steps=9).batches(10) == (4, 9)
+    request = CompileOptions().resolve(profile, 10_000)
+    assert request.layout == Layout(num_stages=8)
+    assert request.limits == (77 * 2**30,) * 8
+    assert (request.batch_size, request.num_steps) == (512, 20)
+    assert CompileOptions().resolve(toy_profile(6), 10_000).layout == Layout(num_stages=6)
+    few = CompileOptions().resolve(profile, 10)
+    assert (few.batch_size, few.num_steps) == (10, 1)
+    given_ones = CompileOptions(batch_size=4, num_steps=9, num_replicas=2).resolve(profile, 10)
+    assert (given_ones.batch_size, given_ones.num_steps) == (4, 9)
+    assert given_ones.layout == Layout(num_stages=8, num_replicas=2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every kind of corruption of a plan of every policy is refused by a message that names the place."""
+"""Any corruption of a plan of any policy is refused by a message that names the place."""
 
 from __future__ import annotations
 

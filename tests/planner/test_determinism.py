@@ -1,4 +1,7 @@
-"""A plan's bytes depend on its inputs alone: not on folder, hash seed, workers or interruptions."""
+"""The plan's bytes depend on its inputs alone.
+
+They do not on the folder, the hash seed, the workers or an interruption.
+"""
 
 from __future__ import annotations
 

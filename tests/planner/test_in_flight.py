@@ -1,4 +1,4 @@
-"""Orders shaped by memory never deadlock, respect chains, and stay within memory wherever that is possible."""
+"""Orders shaped by memory never deadlock, respect chains, and stay within memory if they can."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinipipe.aliases import Ints
+from infinipipe.costs import PackedProgram
 from infinipipe.ir import Op
 from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.planner.passes.chunking import Chunks
-from infinipipe.planner.passes.in_flight import Shape, connect_leads, memory_leads
-from infinipipe.planner.passes.order import (
-    adaptive_window,
-    backward_order,
-    interleave,
-    make_program,
-)
-from infinipipe.planner.passes.schedule import price
-from infinipipe.planner.problem import Ints
+from infinipipe.planner.passes.in_flight import Warmup, connect_stages, forwards_within_memory
+from infinipipe.planner.passes.order import adaptive_window, backward_order
+from infinipipe.planner.passes.schedule import price_chains
 from tests.planner.toys import cut, toy_problem
 
 
-def programs(leads: Ints, chunks: Chunks) -> list[tuple[Op, ...]]:
-    columns = [interleave(lead, backward_order(chunks)) for lead in leads]
-    return [make_program(directions.tolist(), numbers.tolist()) for directions, numbers in columns]
+def programs(forwards_before: Ints, chunks: Chunks) -> list[tuple[Op, ...]]:
+    backwards = backward_order(chunks)
+    return [PackedProgram.interleave(row, backwards).unpack() for row in forwards_before]
 
 
 @given(
@@ -39,7 +35,7 @@ def test_whatever_is_wanted_ends_even_with_blocking_sends(
     ends = np.array(chunks.chain_ends)
     generator = np.random.default_rng(seed)
     wanted = ends + generator.integers(0, width, (num_stages, len(ends)))
-    leads = connect_leads(np.minimum(np.maximum.accumulate(wanted, axis=1), len(ends)), ends)
+    leads = connect_stages(np.minimum(np.maximum.accumulate(wanted, axis=1), len(ends)), ends)
     assert np.all(leads >= ends)
     assert np.all(np.diff(leads, axis=1) >= 0)
     assert np.all(np.diff(leads, axis=0) <= 0)
@@ -57,13 +53,9 @@ def test_memory_holds_the_first_stages_back() -> None:
     for room_bytes in (10**9, 180_000, 172_000, 1):
         problem = toy_problem([10] * 12, [2, 2, 2], room_bytes)
         chunks, _, _ = cut(problem, 12)
-        firsts.append(
-            int(
-                memory_leads(problem.pipeline, price(problem, chunks), Shape(2.0, 1), np.zeros(3))[
-                    0, 0
-                ]
-            )
-        )
+        chains = price_chains(problem, chunks)
+        order = forwards_within_memory(problem.pipeline, chains, Warmup(2.0, 1), np.zeros(3))
+        firsts.append(int(order[0, 0]))
     assert firsts[0] == 5
     assert firsts[-1] == 1
     assert firsts == sorted(firsts, reverse=True)

@@ -14,8 +14,8 @@ from infinipipe.planner.passes.chunking import Chunks
 from infinipipe.planner.passes.order import (
     adaptive_window,
     backward_order,
-    flush_leads,
-    stage_leads,
+    flushed_order,
+    windowed_order,
 )
 from tests.planner.toys import TOY_WINDOWS, ToyWindow, toy_leads, toy_programs
 
@@ -73,10 +73,10 @@ def test_no_chunks_no_ops(window: ToyWindow) -> None:
 
 def test_a_round_ends_with_the_chain_that_its_even_share_ends_in() -> None:
     chunks = Chunks((), (1, 4, 1, 2))
-    assert flush_leads(chunks, 2, 1).tolist() == [[8] * 8] * 2
-    assert flush_leads(chunks, 1, 2).tolist() == [[5] * 5 + [8] * 3]
+    assert flushed_order(chunks, 2, 1).tolist() == [[8] * 8] * 2
+    assert flushed_order(chunks, 1, 2).tolist() == [[5] * 5 + [8] * 3]
     # Both the first and the second quarter end in the chain of four.
-    assert flush_leads(chunks, 1, 4).tolist() == [[5] * 5 + [6] + [8] * 2]
+    assert flushed_order(chunks, 1, 4).tolist() == [[5] * 5 + [6] + [8] * 2]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12).map(tuple), st.integers(1, 4))
@@ -98,7 +98,7 @@ def test_the_window_is_the_smallest_with_no_more_than_a_burst_between_two_b(
 def test_stages_run_ahead_one_by_one(
     chains: tuple[int, ...], num_stages: int, window: ToyWindow
 ) -> None:
-    leads = stage_leads(Chunks((), chains), num_stages, window, num_stages)
+    leads = windowed_order(Chunks((), chains), num_stages, window, num_stages)
     num_chunks = sum(chains)
     assert leads.shape == (num_stages, num_chunks)
     for earlier, later in pairwise(leads.tolist()):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinipipe.costs import Work
 from infinipipe.ir import Slice
 from infinipipe.planner.passes.packing import Bin, pack
-from infinipipe.planner.problem import Work
 from tests.planner.toys import draw_lengths
 
 LINEAR = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import msgspec
 import numpy as np
 import pytest
 
-from infinipipe.costs.cost import static_bytes
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Stage
-from infinipipe.planner.passes.partition import make_stages, partition_layers
+from infinipipe.ir import Layout, Stage
+from infinipipe.planner.passes.partition import balanced_costs
 from infinipipe.profiles import Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
-from tests.planner.toys import toy_profile
+from tests.planner.toys import roomy_limits, toy_costs, toy_profile
 
 LENGTHS = np.array([1000, 5000, 300])
 ROOMY = 2**45
 
 
+def balanced(profile: Profile, limits: SequenceOf[int]) -> tuple[Stage, ...]:
+    return balanced_costs(profile, Layout(num_stages=len(limits)), limits, LENGTHS).stages
+
+
 def counts(profile: Profile, num_stages: int, limit: int = ROOMY) -> list[int]:
-    stages = partition_layers(profile, num_stages, [limit] * num_stages, LENGTHS)
+    stages = balanced(profile, [limit] * num_stages)
     assert [stage.first_layer for stage in stages] == np.cumsum(
         [0, *(s.num_layers for s in stages[:-1])]
     ).tolist()
@@ -55,28 +60,27 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
 
 def test_memory_moves_layers() -> None:
     profile = toy_profile(12)
-    stages = make_stages([3, 3, 3, 3])
-    limits = [static_bytes(profile, stage) for stage in stages]
+    limits = list(roomy_limits(toy_costs(profile, [3, 3, 3, 3]), 0))
     limits[1] -= 1
     limits[2] += profile.bytes.static_per_parameter * profile.model.layer_parameters
-    found = partition_layers(profile, 4, limits, LENGTHS)
-    assert [stage.num_layers for stage in found] == [3, 2, 4, 3]
+    assert [stage.num_layers for stage in balanced(profile, limits)] == [3, 2, 4, 3]
 
 
 def test_too_little_memory_names_the_stage_or_the_model() -> None:
     profile = toy_profile(12)
-    one = static_bytes(profile, Stage(first_layer=1, num_layers=1, embedding=False, head=False))
+    # Of a stage between others.
+    one = roomy_limits(toy_costs(profile, [1, 1, 1]), 0)[1]
     with pytest.raises(
         InfeasibleError,
         match=r"stage 0 needs 3\.\d+ MiB .* one layer and the embedding, .*--memory",
     ):
-        partition_layers(profile, 3, [one] * 3, LENGTHS)
-    three = [static_bytes(profile, stage) for stage in make_stages([3, 3, 3])]
+        balanced(profile, [one] * 3)
+    three = roomy_limits(toy_costs(profile, [3, 3, 3]), 0)
     with pytest.raises(
         InfeasibleError,
         match=r"12 layers of tiny do not fit into 3 stages .* room for 9; raise --stages",
     ):
-        partition_layers(profile, 3, three, LENGTHS)
+        balanced(profile, three)
 
 
 def test_uneven_stages_are_no_slower() -> None:

@@ -1,4 +1,7 @@
-"""Counts for the makespan: never slower, within memory, on small cases the best, whatever solvers are allowed."""
+"""Counts for the makespan: never slower, within memory, on small cases the best.
+
+That holds whatever the solvers are allowed.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from infinipipe.aliases import Ints
+from infinipipe.costs import StageMemory
 from infinipipe.planner.passes import recompute_program as polish_module
-from infinipipe.planner.passes.chunking import cut_chunks
-from infinipipe.planner.passes.order import Window, stage_leads
-from infinipipe.planner.passes.recompute import StageMemory
-from infinipipe.planner.passes.recompute_program import Solved, polish, polish_within
+from infinipipe.planner.passes.order import Window, windowed_order
+from infinipipe.planner.passes.recompute_program import Solved, polish
 from infinipipe.planner.passes.schedule import (
-    Priced,
+    CostedChains,
     Schedule,
     fit_schedule,
     fixed_schedule,
     make_replica,
     order_memories,
-    price,
+    price_chains,
     simulate_schedule,
 )
 from infinipipe.planner.policies.paper import plan_paper
-from infinipipe.planner.problem import Ints, Problem, average_work
-from tests.planner.toys import toy_problem
+from infinipipe.planner.problem import Problem
+from tests.planner.toys import cut, toy_problem
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=2, max_size=5)
 LAYERS = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -36,23 +39,27 @@ WINDOWS = st.sampled_from(["adaptive", "uniform"])
 EXACT, PROVED = 1 + 1e-9, 1 + 1e-6
 
 
-def ordered(problem: Problem, parts: int, window: Window) -> tuple[Priced, tuple[StageMemory, ...]]:
-    pipeline = problem.pipeline
-    work = average_work(pipeline.profile, pipeline.num_stages)
-    target = float(work.whole(problem.lengths).sum()) / parts
-    priced = price(problem, cut_chunks(problem, work, target, 1000, even=True))
-    leads = stage_leads(priced.chunks, pipeline.num_stages, window, pipeline.num_stages)
-    return priced, order_memories(problem, priced, leads)
+def ordered(
+    problem: Problem, parts: int, window: Window
+) -> tuple[CostedChains, tuple[StageMemory, ...]]:
+    chunks, _, _ = cut(problem, parts, 1000, even=True)
+    num_stages = problem.pipeline.num_stages
+    leads = windowed_order(chunks, num_stages, window, num_stages)
+    chains = price_chains(problem, chunks)
+    return chains, order_memories(problem, chains, leads)
 
 
 def tight_problem(
     lengths: list[int], layers: list[int], parts: int, room: float, window: Window
 ) -> Problem:
-    """Give every stage what it takes between the recompute of everything (a room of 0) and of nothing (1)."""
+    """Give every stage what it takes between recompute of everything (a room of 0) and of nothing.
+
+    The latter is a room of 1.
+    """
     roomy = toy_problem(lengths, layers, 0)
     least, most = 0.0, 0.0
     for memory, static in zip(ordered(roomy, parts, window)[1], roomy.pipeline.limits, strict=True):
-        none = np.zeros(len(memory.kept), dtype=np.int64)
+        none = np.zeros(len(memory.activation_bytes), dtype=np.int64)
         least = max(least, float(memory.during(none + memory.num_layers).max()) - static)
         most = max(most, float(memory.during(none).max()) - static)
     return toy_problem(lengths, layers, least + room * (most - least) + 2)
@@ -69,7 +76,7 @@ def swept(
 
 def all_layers(problem: Problem, memories: SequenceOf[StageMemory]) -> Ints:
     layers = [[stage.num_layers] for stage in problem.pipeline.stages]
-    return np.repeat(np.array(layers, dtype=np.int64), len(memories[0].kept), axis=1)
+    return np.repeat(np.array(layers, dtype=np.int64), len(memories[0].activation_bytes), axis=1)
 
 
 def fits(schedule: Schedule, recompute: Ints) -> bool:
@@ -81,10 +88,11 @@ def fits(schedule: Schedule, recompute: Ints) -> bool:
 
 
 def best_makespan(schedule: Schedule) -> float:
-    """Try all counts of a program: on each stage those that fit, and that no smaller counts undercut."""
+    """Try all counts of a program: those that fit, and that no smaller counts undercut."""
     choices = []
     for memory, limit in zip(schedule.memories, schedule.problem.pipeline.limits, strict=True):
-        counts = np.array(list(product(range(memory.num_layers + 1), repeat=len(memory.kept))))
+        num_chunks = len(memory.activation_bytes)
+        counts = np.array(list(product(range(memory.num_layers + 1), repeat=num_chunks)))
         fitting = [row for row in counts if memory.during(row).max() <= limit]
         choices.append(
             [
@@ -95,7 +103,7 @@ def best_makespan(schedule: Schedule) -> float:
         )
     return min(
         simulate_schedule(
-            schedule.problem, schedule.priced, schedule.memories, np.array(rows)
+            schedule.problem, schedule.chains, schedule.memories, np.array(rows)
         ).makespan_s
         for rows in product(*choices)
     )
@@ -105,11 +113,11 @@ def check(given_one: Schedule, found: Schedule, solved: Solved | None) -> None:
     """Check all that must hold however far the solvers got."""
     assert found.makespan_s <= given_one.makespan_s
     assert fits(found, found.recompute)
-    assert found.priced is given_one.priced
+    assert found.chains is given_one.chains
     assert found.memories is given_one.memories
     layers = all_layers(found.problem, found.memories)
     assert ((found.recompute >= 0) & (found.recompute <= layers)).all()
-    again = simulate_schedule(found.problem, found.priced, found.memories, found.recompute)
+    again = simulate_schedule(found.problem, found.chains, found.memories, found.recompute)
     assert found.makespan_s == again.makespan_s
     limits = found.problem.pipeline.limits
     peaks = [stage.peak_bytes for stage in make_replica(found).predicted]
@@ -162,12 +170,13 @@ def test_no_counts_that_fit_beat_the_bound(
         # As much again as chance wants, and what is missing besides.
         wanted = generator.binomial(most, share)
         if fits(schedule, wanted):
-            other = simulate_schedule(schedule.problem, schedule.priced, schedule.memories, wanted)
+            other = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, wanted)
             assert bound <= other.makespan_s * PROVED
 
 
 def test_the_sweep_is_not_the_best_and_the_best_is_found() -> None:
-    # The sweep drops what is in flight longest for its bytes: the last chunks, whose B end the step.
+    # The sweep drops what is in flight longest for its bytes: the last chunks, whose B end the
+    # step.
     schedule = swept([7, 27, 6, 12, 17], [2, 2, 2], 3, 0.49, "uniform")
     best = best_makespan(schedule)
     assert schedule.makespan_s > 1.1 * best
@@ -194,7 +203,7 @@ def test_solvers_cut_short_leave_a_valid_plan_and_say_so(
     most_iterations: int, most_nodes: int, parts: int
 ) -> None:
     schedule = swept([40, 30, 20, 20, 10], [3, 3, 3], parts, 0.1, "uniform")
-    found, solved = polish_within(schedule, most_iterations, most_nodes)
+    found, solved = polish(schedule, most_iterations=most_iterations, most_nodes=most_nodes)
     check(schedule, found, solved)
     assert solved is not None
     assert solved.solver == ("SCIP" if parts == 12 else "HiGHS")
@@ -214,8 +223,8 @@ def test_without_recompute_there_is_nothing_to_do() -> None:
 
 def test_recompute_that_memory_does_not_ask_for_goes() -> None:
     problem = toy_problem([20] * 4, [2, 2])
-    priced, memories = ordered(problem, 8, "uniform")
-    schedule = fixed_schedule(problem, priced, memories, all_layers(problem, memories))
+    chains, memories = ordered(problem, 8, "uniform")
+    schedule = fixed_schedule(problem, chains, memories, all_layers(problem, memories))
     assert isinstance(schedule, Schedule)
     found, solved = polish(schedule)
     assert found.recompute.sum() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -12,13 +13,13 @@ import msgspec
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs.cost import static_bytes
-from infinipipe.ir import Op, Sequence
+from infinipipe.costs import CostModel, PackedProgram, Work
+from infinipipe.ir import Layout, Op, Sequence
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
-from infinipipe.planner.passes.order import backward_order, interleave, make_program, stage_leads
+from infinipipe.planner.passes.order import backward_order, windowed_order
 from infinipipe.planner.passes.partition import make_stages
 from infinipipe.planner.passes.ramp import NO_RAMP, Ramp
-from infinipipe.planner.problem import Pipeline, Problem, Work, average_work
+from infinipipe.planner.problem import Pipeline, Problem
 from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.models import model_from_config
@@ -75,16 +76,32 @@ def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:
     return tuple(Sequence(row, length, length - 1) for row, length in enumerate(lengths))
 
 
+def toy_costs(
+    profile: Profile, counts: SequenceOf[int], logits_tokens: int = 16, num_replicas: int = 1
+) -> CostModel:
+    """Return what stages of so many layers cost."""
+    layout = Layout(num_stages=len(counts), num_replicas=num_replicas)
+    return CostModel(profile, layout, make_stages(counts), logits_tokens)
+
+
+def roomy_limits(costs: CostModel, room_bytes: float) -> tuple[int, ...]:
+    """Return limits that leave every stage so many bytes besides its static ones."""
+    stages = range(len(costs.stages))
+    return tuple(costs.static_bytes(stage) + int(room_bytes) for stage in stages)
+
+
 def toy_pipeline(
-    counts: SequenceOf[int], room_bytes: float = ROOMY, context_tokens: int = 1
+    counts: SequenceOf[int],
+    room_bytes: float = ROOMY,
+    context_tokens: int = 1,
+    num_replicas: int = 1,
 ) -> Pipeline:
     """Return stages of so many layers, each with so many bytes besides its static ones.
 
     No system packs less than the longest sequence, so a context of 1 leaves that to each problem.
     """
-    profile, stages = toy_profile(sum(counts)), make_stages(counts)
-    limits = tuple(static_bytes(profile, stage) + int(room_bytes) for stage in stages)
-    return Pipeline(profile, stages, limits, logits_tokens=16, context_tokens=context_tokens)
+    costs = toy_costs(toy_profile(sum(counts)), counts, num_replicas=num_replicas)
+    return Pipeline(costs, roomy_limits(costs, room_bytes), context_tokens)
 
 
 def toy_problem(
@@ -95,6 +112,18 @@ def toy_problem(
     )
 
 
+def with_profile(problem: Problem, profile: Profile) -> Problem:
+    """Return the same problem on the same stages, with other costs and the same limits."""
+    costs = problem.pipeline.costs
+    costs = CostModel(profile, costs.layout, costs.stages, costs.logits_tokens)
+    return replace(problem, pipeline=replace(problem.pipeline, costs=costs))
+
+
+def with_limits(problem: Problem, limits: SequenceOf[int]) -> Problem:
+    """Return the same problem with other limits."""
+    return replace(problem, pipeline=replace(problem.pipeline, limits=tuple(limits)))
+
+
 def cut(
     problem: Problem,
     parts: float,
@@ -103,18 +132,18 @@ def cut(
     ramp: Ramp = NO_RAMP,
 ) -> tuple[Chunks, Work, float]:
     """Cut into so many parts of equal work; return the chunks, the work and that of a part."""
-    work = average_work(problem.pipeline.profile, problem.pipeline.num_stages)
+    work = problem.pipeline.costs.work
     target = float(work.whole(problem.lengths).sum()) / parts
     return cut_chunks(problem, work, target, max_tokens, even=even, ramp=ramp), work, target
 
 
 def toy_leads(chunks: Chunks, num_stages: int, window: ToyWindow, depth: int) -> Ints:
-    """Do as `stage_leads` does, for one window more."""
+    """Do as `windowed_order` does, for one window more."""
     if window != "serial":
-        return stage_leads(chunks, num_stages, window, depth)
+        return windowed_order(chunks, num_stages, window, depth)
     ends = np.array(chunks.chain_ends, dtype=np.int64)
     ahead = np.minimum(np.arange(num_stages)[::-1], depth)
-    return np.minimum(ends + ahead[:, None], len(ends))
+    return np.asarray(np.minimum(ends + ahead[:, None], len(ends)))
 
 
 def toy_programs(
@@ -123,10 +152,8 @@ def toy_programs(
     """Return every stage's program for chains of so many chunks."""
     chunks = Chunks(chunks=(), chains=chains)
     backwards = backward_order(chunks)
-    return [
-        make_program(*(column.tolist() for column in interleave(lead, backwards)))
-        for lead in toy_leads(chunks, num_stages, window, depth)
-    ]
+    leads = toy_leads(chunks, num_stages, window, depth)
+    return [PackedProgram.interleave(row, backwards).unpack() for row in leads]
 
 
 def draw_lengths(name: str, count: int, seed: int) -> list[int]:

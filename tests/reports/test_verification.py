@@ -18,7 +18,7 @@ from infinipipe.cli import run_command
 from infinipipe.dataset import open_dataset
 from infinipipe.ir import Header, StagePrediction, Step, open_plan
 from infinipipe.ir.file.store import PlanWriter
-from infinipipe.ir.rules.step import check_coverage
+from infinipipe.ir.rules.slicing import check_coverage
 from infinipipe.planner.compile import compile_plan
 from infinipipe.planner.options import CompileOptions
 from infinipipe.profiles import read_model

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import torch
 
-from infinipipe.costs.cost import chunk_costs, chunk_loads, replay_memory
+from infinipipe.costs import CostModel, PackedProgram
 from infinipipe.ir import Model, Op, OpKind, Step, verify_step
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.footprint import Footprint
@@ -47,18 +48,10 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
     header = hand_header(MODEL, (4,), batch_size=100)
     verify_step(header, step)
     (replica,) = step.replicas
-    loads = chunk_loads(replica.chunks, step.sequences)
-    costs = chunk_costs(profile, header.stages, loads, header.logits_tokens)
-    trace = replay_memory(
-        profile,
-        header.stages,
-        0,
-        step.sequences,
-        loads,
-        costs,
-        replica.programs[0],
-        replica.recompute[0],
-    )
+    costs = CostModel(profile, header.layout, header.stages, header.logits_tokens)
+    costed = costs.price(replica.chunks, step.sequences)
+    ledger = costs.memory(0, costed, PackedProgram.pack(replica.programs[0]))
+    predicted = ledger.during(np.array(replica.recompute[0])).max()
     model = StageModel(MODEL, header.stages[0], CPU)
     model.init_random(0)
     parameters = model.global_parameters()
@@ -73,4 +66,4 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
     data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
     with CpuMemory(static) as memory:
         executor.run(step, replica, data)
-    return float(trace.during.max()), float(memory.peak_bytes)
+    return float(predicted), float(memory.peak_bytes)

@@ -1,0 +1,1 @@
+"""Measurements and studies that no part of the product needs."""
