@@ -16,9 +16,12 @@ def curve_seconds(curve: Curve, tokens: Ints) -> Floats:
     """
     x = np.asarray(curve.tokens, dtype=float)
     y = np.asarray(curve.seconds)
-    last_slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
+    last_rise = y[-1] - y[-2]
+    last_run = x[-1] - x[-2]
+    last_slope = max(0.0, last_rise / last_run)
     beyond = np.maximum(0, tokens - x[-1])
-    return np.asarray(np.interp(tokens, x, y) + last_slope * beyond)
+    within = np.interp(tokens, x, y)
+    return np.asarray(within + last_slope * beyond)
 
 
 def layer_seconds(
@@ -29,15 +32,24 @@ def layer_seconds(
     context: Ints | int = 0,
     continued: Ints | int = 0,
 ) -> Floats:
-    """Return the seconds of one layer for each chunk; its arguments are those of `ChunkSizes`."""
-    whole = curve_seconds(time.curve, tokens) + time.s_per_pair * pairs + time.s_per_slice * slices
-    second_call = time.s_per_context_token * context + time.s_per_continued_token * continued
-    return np.asarray(whole + second_call + time.s_per_context * np.greater(context, 0))
+    """Return the seconds of one layer for each chunk; its arguments are those of `ChunkSizes`.
+
+    A slice with a context needs a second call of attention, between itself and its context.
+    """
+    seconds = curve_seconds(time.curve, tokens)
+    seconds = seconds + time.s_per_pair * pairs
+    seconds = seconds + time.s_per_slice * slices
+    of_context = time.s_per_context_token * context
+    of_slice = time.s_per_continued_token * continued
+    has_context = np.greater(context, 0)
+    seconds = seconds + (of_context + of_slice)
+    return np.asarray(seconds + time.s_per_context * has_context)
 
 
 def line_values(line: Line, counts: Ints | Floats) -> Floats:
     """Evaluate a line: its constant, and its rate for each of some counts."""
-    return np.asarray(line.constant + line.rate * counts)
+    rising = line.rate * counts
+    return np.asarray(line.constant + rising)
 
 
 def mean_slope(curve: Curve) -> float:
