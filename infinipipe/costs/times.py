@@ -16,10 +16,12 @@ def curve_seconds(curve: Curve, tokens: Ints) -> Floats:
     """
     x = np.asarray(curve.tokens, dtype=float)
     y = np.asarray(curve.seconds)
-    last_rise = y[-1] - y[-2]
-    last_run = x[-1] - x[-2]
-    last_slope = max(0.0, last_rise / last_run)
-    beyond = np.maximum(0, tokens - x[-1])
+    largest = x[-1]
+    run = largest - x[-2]
+    rise = y[-1] - y[-2]
+    # Noise may make the last point lower; more tokens never take less time beyond it.
+    last_slope = max(0.0, rise / run)
+    beyond = np.maximum(0, tokens - largest)
     within = np.interp(tokens, x, y)
     return np.asarray(within + last_slope * beyond)
 
@@ -36,14 +38,16 @@ def layer_seconds(
 
     A slice with a context needs a second call of attention, between itself and its context.
     """
-    seconds = curve_seconds(time.curve, tokens)
-    seconds = seconds + time.s_per_pair * pairs
-    seconds = seconds + time.s_per_slice * slices
+    of_tokens = curve_seconds(time.curve, tokens)
+    of_pairs = time.s_per_pair * pairs
+    of_slices = time.s_per_slice * slices
+    first_call = of_tokens + of_pairs + of_slices
     of_context = time.s_per_context_token * context
-    of_slice = time.s_per_continued_token * continued
+    of_continued = time.s_per_continued_token * continued
     has_context = np.greater(context, 0)
-    seconds = seconds + (of_context + of_slice)
-    return np.asarray(seconds + time.s_per_context * has_context)
+    of_second_call = time.s_per_context * has_context
+    seconds = first_call + (of_context + of_continued) + of_second_call
+    return np.asarray(seconds)
 
 
 def line_values(line: Line, counts: Ints | Floats) -> Floats:

@@ -37,19 +37,25 @@ class Work:
         """Return the work of one slice."""
         length = stop - start
         # Each token attends to the whole context, and within the slice to those up to itself.
-        pairs = length * start + length * (length + 1) / 2
-        return self.s_per_token * length + self.s_per_pair * pairs + self.s_per_slice
+        with_context = length * start
+        within = length * (length + 1) / 2
+        of_tokens = self.s_per_token * length
+        of_pairs = self.s_per_pair * (with_context + within)
+        return of_tokens + of_pairs + self.s_per_slice
 
     def reach(self, start: int, work: float) -> float:
         """Return where a slice from `start` ends that has so much work (PAPER.md, Algorithm 1)."""
         room = max(0.0, work - self.s_per_slice)
         if self.s_per_pair <= 0:
-            return start + room / self.s_per_token
-        rate = self.s_per_token + self.s_per_pair * (start + 0.5)
-        # The length x solves s_per_pair/2 * x**2 + rate * x = room. This form of the root loses
-        # no digits when pairs are cheap.
-        root = np.sqrt(rate * rate + 2 * self.s_per_pair * room)
-        return float(start + 2 * room / (rate + root))
+            length = room / self.s_per_token
+            return start + length
+        # The length x solves s_per_pair / 2 * x**2 + rate * x = room.
+        first_pairs = start + 0.5
+        rate = self.s_per_token + self.s_per_pair * first_pairs
+        discriminant = rate * rate + 2 * self.s_per_pair * room
+        # This form of the root loses no digits when pairs are cheap.
+        length = 2 * room / (rate + np.sqrt(discriminant))
+        return float(start + length)
 
 
 def average_work(profile: Profile, num_stages: int) -> Work:
