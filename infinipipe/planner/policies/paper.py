@@ -48,11 +48,11 @@ from infinipipe.planner.policies.tied_recompute import (
 )
 from infinipipe.planner.problem import Problem
 
-# K that are tried: each some 1.3 to 1.5 times the one before, which brackets the best closely
-# enough, and up to more slices than have been best for any batch.
+# K that are tried. Closer ones come nearer to the best, and each takes a dynamic program and
+# simulations.
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Where groups may end, at most, as the dynamic program takes the square of it; the paper finds that
-# two groups are typical.
+# Where groups may end, at most: the dynamic program takes the square of it. The paper finds at most
+# two groups typical.
 _MOST_GROUP_ENDS = 8
 
 Chain = tuple[Chunk, ...]

@@ -18,7 +18,8 @@ from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 
 # The paper stops SCIP where it is within 2 % of the best.
 _GAP = 0.02
-# What SCIP solves in seconds: nodes, and terms of all rows.
+# Nodes that SCIP explores at most, and terms of all rows up to which it is asked: what it solves in
+# seconds. They are no clock, so that plans are the same on every machine.
 _MOST_NODES = 200
 _MOST_TERMS = 50_000
 # SCIP says infinity, or next to it, where it has no bound; a plan holds finite gaps only.
