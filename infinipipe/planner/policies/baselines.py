@@ -120,7 +120,7 @@ def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Res
             break
         result = fixed_schedule(problem, chains, memories, counts)
         if isinstance(result, Schedule):
-            # More recompute would only be slower.
+            # The first that fits recomputes least.
             result = result.won_by(f"{policy}: {setting.name}, {recomputed}")
             return result if is_better(result, best) else best
         if is_better(result, best):
