@@ -45,7 +45,7 @@ def forwards_within_memory(
     num_chunks = len(window)
     # B of a chain waits for all its F.
     least = np.array(chains.chunks.chain_ends, dtype=np.int64)
-    order = np.empty((num_stages, num_chunks), dtype=np.int64)
+    order: list[Ints] = []
     for stage in range(num_stages):
         stages_after = num_stages - 1 - stage
         ahead = math.floor(warmup.per_stage * stages_after)
@@ -53,8 +53,8 @@ def forwards_within_memory(
         margin = float(margins[stage])
         most = _most_in_flight(pipeline, chains, stage, margin)
         within = np.minimum(wanted, most)
-        order[stage] = np.maximum(least, within)
-    return connect_stages(order, least)
+        order.append(np.maximum(least, within))
+    return connect_stages(np.array(order), least)
 
 
 def connect_stages(order: Ints, least: Ints) -> Ints:
@@ -71,9 +71,9 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
     num_stages = len(order)
     num_chunks = len(least)
     # No B may have more F before it than the B after it.
-    from_last = order[:, ::-1]
+    from_last = np.flip(order, axis=1)
     least_so_far = np.minimum.accumulate(from_last, axis=1)
-    lowered = least_so_far[:, ::-1].copy()
+    lowered = np.flip(least_so_far, axis=1).copy()
     # Down the stages: before the same B, a stage runs at least one F less than the one before.
     for stage in range(1, num_stages):
         before = lowered[stage - 1]
@@ -87,8 +87,9 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
     for stage in reversed(range(num_stages - 1)):
         after = lowered[stage + 1]
         most = after[1:] + 1
-        own = lowered[stage]
-        own[:-1] = np.minimum(own[:-1], most)
+        # All but the last B, which no B follows.
+        own = lowered[stage][:-1]
+        np.minimum(own, most, out=own)
     return lowered
 
 
@@ -97,7 +98,8 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     costs = chains.costs
     num_layers = pipeline.stages[stage].num_layers
     dropped = num_layers * costs.freed_per_layer_bytes
-    kept = costs.activation_bytes[stage] - dropped
+    activations = costs.activation_bytes[stage]
+    kept = activations - dropped
     slots, gradients = _slots(pipeline, chains, stage)
     # What each F takes and the B of the same chunk lets go.
     taken_by_chunk = kept + slots
@@ -110,7 +112,7 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     backwards = backward_order(chains.chunks)
     let_go = np.cumsum(taken_by_chunk[backwards])
     # Before the first B nothing has been let go.
-    let_go_before = np.concatenate([[0.0], let_go[:-1]])
+    let_go_before = np.append(0.0, let_go[:-1])
     gradients_then = gradients[backwards]
     most_bytes = room + let_go_before - gradients_then
     taken = np.cumsum(taken_by_chunk)
@@ -142,7 +144,7 @@ def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats
     num_in_chain = np.repeat(chunks.chains, chunks.chains)
     starts = ends - num_in_chain
     tokens_so_far = np.cumsum(sizes.tokens)
-    tokens_before = np.concatenate([[0.0], tokens_so_far])
+    tokens_before = np.append(0.0, tokens_so_far)
     # Whole short sequences in the last chunk of a chain are counted with it, which errs on the safe
     # side.
     chain_tokens = tokens_before[ends] - tokens_before[starts]

@@ -63,10 +63,8 @@ def fit_recompute(
     chunks = program.chunks.tolist()
     fixed = memory.fixed_bytes.tolist()
     for position, chunk in enumerate(chunks):
-        if is_forward[position]:
-            missing = sweep.forward(position, chunk, fixed[position])
-        else:
-            missing = sweep.backward(position, chunk, fixed[position])
+        run = sweep.forward if is_forward[position] else sweep.backward
+        missing = run(position, chunk, fixed[position])
         if missing > 0:
             # This is only the first op that does not fit; what it takes is the most of any, all
             # recomputed.
@@ -87,14 +85,13 @@ class _Sweep:
         self._memory = memory
         self._num_layers = memory.num_layers
         self._limit = limit
-        self._slot_gradients: list[float] = memory.slot_gradient_bytes.tolist()
-        self._recompute_transient: list[float] = memory.recompute_transient_bytes.tolist()
-        self._activations: list[float] = memory.activation_bytes.tolist()
-        self._freed: list[float] = memory.freed_per_layer_bytes.tolist()
+        self._slot_gradients = _list(memory.slot_gradient_bytes)
+        self._recompute_transient = _list(memory.recompute_transient_bytes)
+        self._activations = _list(memory.activation_bytes)
+        self._freed = _list(memory.freed_per_layer_bytes)
         self._ends: list[int] = memory.program.backward_places.tolist()
-        least_s = np.maximum(recompute_s, _LEAST_S)
-        bytes_per_s = memory.freed_per_layer_bytes / least_s
-        self._bytes_per_s: list[float] = bytes_per_s.tolist()
+        seconds = np.maximum(recompute_s, _LEAST_S)
+        self._bytes_per_s = _list(memory.freed_per_layer_bytes / seconds)
         self._raisable: set[int] = set()
         """Chunks in flight that can drop more layers."""
         self._held = 0.0
@@ -181,3 +178,8 @@ class _Sweep:
         self.counts[chunk] += layers
         self._held -= freed
         return missing - freed
+
+
+def _list(values: Floats) -> list[float]:
+    numbers: list[float] = values.tolist()
+    return numbers

@@ -190,10 +190,11 @@ def _linear_program(
     linear.col_upper_ = np.append(most_layers, endless)
     linear.row_lower_ = np.append(least, memory_least)
     linear.row_upper_ = np.full(linear.num_row_, highspy.kHighsInf)
-    linear.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    linear.a_matrix_.start_ = np.cumsum([0, *entries_per_row])
-    linear.a_matrix_.index_ = np.concatenate([indices, *memory_indices])
-    linear.a_matrix_.value_ = np.concatenate([values, *memory_values])
+    matrix = linear.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = np.cumsum([0, *entries_per_row])
+    matrix.index_ = np.concatenate([indices, *memory_indices])
+    matrix.value_ = np.concatenate([values, *memory_values])
     return linear
 
 
@@ -276,8 +277,7 @@ def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
 
 
 def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats, float]]:
-    """Yield chunks in flight, what a layer of each frees, and what they have to free, in layers of
-    the largest.
+    """Yield the rows of one stage as those of `_MemoryRow`, but for chunks, not cells.
 
     What an op needs while it runs depends on its own chunk's count, and is convex in it: a row for
     each slope.

@@ -49,8 +49,7 @@ from infinipipe.planner.policies.tied_recompute import (
 )
 from infinipipe.planner.problem import Problem
 
-# K that are tried. Closer ones come nearer to the best and
-# take longer to plan.
+# K that are tried. Closer ones come nearer to the best and take longer to plan.
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Where groups may end, at most: the dynamic program takes the square of it. The paper finds at most
 # two groups typical.

@@ -107,8 +107,9 @@ def solve_diagonals(
             # In units of what is missing, which keeps the numbers near one.
             freed = memory.freed_per_layer_bytes[row.in_flight]
             shares = freed / row.missing_bytes
+            own_diagonals = diagonals[row.in_flight]
             terms = []
-            for share, diagonal in zip(shares.tolist(), diagonals[row.in_flight], strict=True):
+            for share, diagonal in zip(shares.tolist(), own_diagonals.tolist(), strict=True):
                 terms.append(share * columns[diagonal])
             model.addCons(quicksum(terms) >= 1.0)
     model.setObjective(quicksum(columns), "minimize")
