@@ -110,7 +110,8 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     room = limit - static - reserve - margin
 
     backwards = backward_order(chains.chunks)
-    let_go = np.cumsum(taken_by_chunk[backwards])
+    let_go_each = taken_by_chunk[backwards]
+    let_go = np.cumsum(let_go_each)
     # Before the first B nothing has been let go.
     let_go_before = np.append(0.0, let_go[:-1])
     gradients_then = gradients[backwards]
@@ -140,14 +141,16 @@ def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats
     costs = pipeline.costs
     chunks = chains.chunks
     sizes = chains.costs.sizes
+    sizes_of_own_chain = np.repeat(chunks.chains, chunks.chains)
     ends = np.array(chunks.chain_ends, dtype=np.int64)
-    num_in_chain = np.repeat(chunks.chains, chunks.chains)
-    starts = ends - num_in_chain
+    starts = ends - sizes_of_own_chain
     tokens_so_far = np.cumsum(sizes.tokens)
     tokens_before = np.append(0.0, tokens_so_far)
     # Whole short sequences in the last chunk of a chain are counted with it, which errs on the safe
     # side.
-    chain_tokens = tokens_before[ends] - tokens_before[starts]
+    before_end = tokens_before[ends]
+    before_start = tokens_before[starts]
+    chain_tokens = before_end - before_start
     is_split = sizes.split >= 0
     tokens = np.where(is_split, chain_tokens, 0.0)
     slots = costs.slot_bytes(stage, tokens)

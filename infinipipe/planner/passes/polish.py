@@ -108,7 +108,8 @@ def _solve(
         solution = solve_integers(program, best, most_nodes)
         solver = "SCIP"
         status = solution.status
-        refitted = _refit(best, solution.counts, _prices(best, weights))
+        prices = _prices(best, weights)
+        refitted = _refit(best, solution.counts, prices)
         best = _faster(best, refitted)
         bound_s = max(bound_s, solution.bound_s)
     gap = None
@@ -156,7 +157,8 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
         if isinstance(raised, float):
             return None
         refitted[stage] = _lower(memory, limit, raised, stage_prices)
-        if memory.during(refitted[stage]).max() > limit:
+        during = memory.during(refitted[stage])
+        if during.max() > limit:
             return None
     if (refitted == schedule.recompute).all():
         return None
@@ -214,7 +216,8 @@ def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
         if taken.any():
             tries -= 1
             counts = best.recompute - taken
-            other = _refit(best, counts, _prices(best, weights + critical))
+            prices = _prices(best, weights + critical)
+            other = _refit(best, counts, prices)
             if other is not None:
                 critical_then = _critical(other)
                 weights = (1 - _MEMORY) * weights + _MEMORY * critical_then
@@ -276,7 +279,8 @@ def _critical(schedule: Schedule) -> Bools:
         if 0 <= sender < num_stages:
             # The op of the same kind and chunk on the stage before in that direction.
             sent = places[direction][sender][chunk]
-            arrival_s = ends_s[sender][sent] + transfer_s[chunk]
+            sent_s = ends_s[sender][sent]
+            arrival_s = sent_s + transfer_s[chunk]
             if place == 0 or arrival_s > ends_s[stage][place - 1]:
                 stage = sender
                 place = sent

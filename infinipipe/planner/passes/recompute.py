@@ -52,7 +52,8 @@ def fit_recompute(
     if start is None:
         start = np.zeros(num_chunks, dtype=np.int64)
     most = limit - SPARE_BYTES
-    if memory.during(start).max(initial=0.0) <= most:
+    held = memory.during(start)
+    if held.max(initial=0.0) <= most:
         return start
     least = float(memory.least().max())
     if least > most:
@@ -105,10 +106,11 @@ class _Sweep:
         if not all_layers and self._freed[chunk] > 0:
             self._raisable.add(chunk)
         transient = self._recompute_transient[chunk]
-        needed = fixed + self._held - self._limit
+        needed = fixed + self._held
+        missing = needed - self._limit
         if all_layers:
-            return self._fit(position, needed + transient)
-        missing = self._fit(position, needed)
+            return self._fit(position, missing + transient)
+        missing = self._fit(position, missing)
         if self.counts[chunk] == self._num_layers:
             # Its own last layer was dropped to make room.
             missing = self._fit(position, missing + transient)
@@ -119,15 +121,17 @@ class _Sweep:
         self._raisable.discard(chunk)
         count = self.counts[chunk]
         transient = self._transient(chunk, count)
-        missing = fixed + self._held + transient - self._limit
-        missing = self._fit(position, missing)
-        if missing > 0 and self._freed[chunk] > 0:
+        needed = fixed + self._held + transient
+        missing = self._fit(position, needed - self._limit)
+        can_drop = self._freed[chunk] > 0
+        if missing > 0 and can_drop:
             missing = self._raise_own(chunk, missing)
         self._held -= self._kept(chunk)
         return missing
 
     def _kept(self, chunk: int) -> float:
-        freed = self.counts[chunk] * self._freed[chunk]
+        count = self.counts[chunk]
+        freed = count * self._freed[chunk]
         return self._activations[chunk] - freed
 
     def _transient(self, chunk: int, recompute: int) -> float:
@@ -146,10 +150,10 @@ class _Sweep:
         """
         now = self.counts[chunk]
         transient_now = self._transient(chunk, now)
-        for count in range(now + 1, self._num_layers + 1):
-            more = count - now
+        most_more = self._num_layers - now
+        for more in range(1, most_more + 1):
             freed = more * self._freed[chunk]
-            transient = self._transient(chunk, count)
+            transient = self._transient(chunk, now + more)
             left = missing - freed + transient - transient_now
             if left <= 0:
                 self._raise(chunk, more, freed)

@@ -306,8 +306,9 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
             slope = slopes[count]
             # A layer more of the op's own chunk also makes it need `slope` more.
             freed = freed_per_layer - slope * is_own
-            needed_now = missing[op] + transient[op, count]
-            least = float(needed_now - slope * count)
+            needed_then = missing[op] + transient[op, count]
+            at_no_count = needed_then - slope * count
+            least = float(at_no_count)
             largest = freed.max(initial=0.0)
             if least > 0 and largest > 0:
                 yield in_flight, freed / largest, least / largest
@@ -322,7 +323,8 @@ def _missing_without_recompute(memory: StageMemory, limit: int) -> Floats:
     held = np.cumsum(change)
     # While B runs, its chunk is still there.
     own = np.where(backward, kept, 0.0)
-    return np.asarray(memory.fixed_bytes + held + own - limit)
+    needed = memory.fixed_bytes + held + own
+    return np.asarray(needed - limit)
 
 
 def _transient_by_count(memory: StageMemory) -> Floats:
@@ -334,7 +336,8 @@ def _transient_by_count(memory: StageMemory) -> Floats:
     # But for gradients of K and V, only recomputing all layers takes more.
     in_forward = memory.recompute_transient_bytes[chunks]
     in_backward = memory.freed_per_layer_bytes[chunks]
-    transient[:, -1] = np.where(backward, in_backward, in_forward)
+    all_layers = np.where(backward, in_backward, in_forward)
+    transient[:, -1] = all_layers
     gradients = memory.slot_gradient_bytes[chunks]
     brings_gradients = backward & (gradients > 0)
     for op in np.flatnonzero(brings_gradients).tolist():
@@ -393,7 +396,8 @@ def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) 
     terms = []
     for value, index in zip(matrix.value_, matrix.index_, strict=True):
         terms.append(value * columns[index])
-    for least, (first, last) in zip(linear.row_lower_, pairwise(matrix.start_), strict=True):
+    bounds = pairwise(matrix.start_)
+    for least, (first, last) in zip(linear.row_lower_, bounds, strict=True):
         row = quicksum(terms[first:last])
         model.addCons(row >= least)
     model.setObjective(columns[-1], "minimize")
@@ -409,8 +413,9 @@ def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) 
     if model.getNSols() == 0:
         return IntegerSolution(status, 0.0, counts)
     best = model.getBestSol()
-    chosen = [round(model.getSolVal(best, column)) for column in columns[:num_counts]]
-    counts[program.counted] = chosen
+    values = [model.getSolVal(best, column) for column in columns[:num_counts]]
+    # Integers, but for SCIP's tolerance.
+    counts[program.counted] = [round(value) for value in values]
     bound = max(0.0, float(model.getDualbound()))
     return IntegerSolution(status, bound * program.unit_s, counts)
 
@@ -421,5 +426,6 @@ def _column_values(program: RecomputeProgram, schedule: Schedule) -> list[float]
     seconds = np.append(starts_s, schedule.makespan_s)
     times = seconds / program.unit_s
     counts = schedule.recompute[program.counted]
-    values: list[float] = np.append(counts, times).tolist()
-    return values
+    values = np.append(counts, times)
+    numbers: list[float] = values.tolist()
+    return numbers

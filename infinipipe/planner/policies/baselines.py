@@ -121,7 +121,8 @@ def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Res
         result = fixed_schedule(problem, chains, memories, counts)
         if isinstance(result, Schedule):
             # The first that fits recomputes least.
-            result = result.won_by(f"{policy}: {setting.name}, {recomputed}")
+            winner = f"{policy}: {setting.name}, {recomputed}"
+            result = result.won_by(winner)
             return result if is_better(result, best) else best
         if is_better(result, best):
             best = result
@@ -147,7 +148,8 @@ def _packed(problem: Problem) -> Iterator[_Cut]:
 def _cuts(problem: Problem, work: Work) -> Iterator[_Cut]:
     """Yield slices of equal work, and short sequences packed to as much."""
     most = problem.pipeline.costs.max_chunk_tokens
-    total = float(work.whole(problem.lengths).sum())
+    works = work.whole(problem.lengths)
+    total = float(works.sum())
     num_tokens = int(problem.lengths.sum())
 
     def cut(size: float) -> Chunks:
@@ -178,7 +180,8 @@ def _sliced_micro_batches(problem: Problem) -> Iterator[_Cut]:
     seen: set[Chunks] = set()
     for power in range(_num_sizes(context)):
         count = round(_STEP**power)
-        slices = cut_chunks(problem, TOKENS, context / count, most)
+        target = context / count
+        slices = cut_chunks(problem, TOKENS, target, most)
         chunks = _micro_batches(slices, count)
         if chunks not in seen:
             seen.add(chunks)
@@ -235,11 +238,13 @@ def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]
     sizes = np.array(chunks.chains)
     num_chunks = len(chunks.chunks)
     # How many chunks of its chain come from each chunk on.
-    from_here = np.array(chunks.chain_ends) - np.arange(num_chunks)
+    ends = np.array(chunks.chain_ends)
+    from_here = ends - np.arange(num_chunks)
     recompute = []
     for kept in _kept_counts(int(sizes.max())):
         is_dropped = from_here > kept
-        recompute.append((f"K = {kept}", layers * is_dropped[None, :]))
+        counts = layers * is_dropped
+        recompute.append((f"K = {kept}", counts))
     everything = np.repeat(layers, num_chunks, axis=1)
     recompute.append(("K = 0", everything))
     return recompute
@@ -253,8 +258,12 @@ def _stage_layers(problem: Problem) -> Ints:
 
 def _kept_counts(longest: int) -> list[int]:
     """Return the K that are tried for chains of at most so many chunks, the largest first."""
-    powers = {1 << power for power in range(longest.bit_length())}
-    return sorted(powers | {longest}, reverse=True)
+    counts = {longest}
+    power = 1
+    while power < longest:
+        counts.add(power)
+        power *= 2
+    return sorted(counts, reverse=True)
 
 
 def _micro_batches(chunks: Chunks, count: int) -> Chunks:

@@ -228,7 +228,8 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
         # One more pipeline takes longer to fill and drain than all the recompute it could spare.
         return [whole]
     ends = _group_ends(chains)
-    longest = _make_group(problem, _between(chains, ends[-2], ends[-1]))
+    last_chains = _between(chains, ends[-2], ends[-1])
+    longest = _make_group(problem, last_chains)
     if isinstance(longest, Shortage):
         # With others they need no less.
         return longest

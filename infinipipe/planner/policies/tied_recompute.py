@@ -8,13 +8,17 @@ layers (arXiv 2509.21275).
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from infinipipe.aliases import Ints
 from infinipipe.costs import StageMemory
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
+
+if TYPE_CHECKING:
+    # Imported where it is used, so that nothing else waits for it.
+    from pyscipopt import Model, Variable
 
 # The paper stops SCIP where it is within 2 % of the best.
 _GAP = 0.02
@@ -81,16 +85,40 @@ def solve_diagonals(
         limits: bytes per stage.
         start: c that fits.
     """
-    from pyscipopt import Model, quicksum
-
     tight: list[list[_TightRow]] = []
     num_terms = 0
     for memory, limit in zip(memories, limits, strict=True):
         rows = _tight_rows(memory, limit)
         tight.append(rows)
-        num_terms += sum(len(row.in_flight) for row in rows)
+        for row in rows:
+            num_terms += len(row.in_flight)
     if num_terms > _MOST_TERMS:
         return TiedSolution(start, "too large", None)
+    model, columns = _formulate(memories, tight, len(start))
+    solution = model.createSol()
+    for column, value in zip(columns, start.tolist(), strict=True):
+        model.setSolVal(solution, column, value)
+    model.addSol(solution)
+    model.optimize()
+    status = str(model.getStatus())
+    gap = float(model.getGap())
+    known_gap = None if model.isInfinity(gap) or gap > _MOST_GAP else gap
+    if model.getNSols() == 0:
+        return TiedSolution(start, status, known_gap)
+    best = model.getBestSol()
+    values = [model.getSolVal(best, column) for column in columns]
+    # Integers, but for SCIP's tolerance.
+    integers = [round(value) for value in values]
+    counts = np.array(integers, dtype=np.int64)
+    return TiedSolution(counts, status, known_gap)
+
+
+def _formulate(
+    memories: SequenceOf[StageMemory], tight: SequenceOf[SequenceOf[_TightRow]], num_diagonals: int
+) -> tuple[Model, list[Variable]]:
+    """Return the integer program and its columns, one for each diagonal."""
+    from pyscipopt import Model, quicksum
+
     model = Model()
     model.hideOutput()
     # Ctrl-C is for the command, and no answer may depend on it.
@@ -99,7 +127,7 @@ def solve_diagonals(
     model.setParam("limits/nodes", _MOST_NODES)
     model.setParam("randomization/randomseedshift", 0)
     columns = []
-    for most in _most_layers(memories, len(start)).tolist():
+    for most in _most_layers(memories, num_diagonals).tolist():
         columns.append(model.addVar(vtype="I", lb=0, ub=most))
     for stage, memory in enumerate(memories):
         diagonals = chunk_diagonals(memory, len(memories), stage)
@@ -113,20 +141,7 @@ def solve_diagonals(
                 terms.append(share * columns[diagonal])
             model.addCons(quicksum(terms) >= 1.0)
     model.setObjective(quicksum(columns), "minimize")
-
-    solution = model.createSol()
-    for column, value in zip(columns, start.tolist(), strict=True):
-        model.setSolVal(solution, column, value)
-    model.addSol(solution)
-    model.optimize()
-    status = str(model.getStatus())
-    gap = float(model.getGap())
-    known_gap = None if model.isInfinity(gap) or gap > _MOST_GAP else gap
-    if model.getNSols() == 0:
-        return TiedSolution(start, status, known_gap)
-    best = model.getBestSol()
-    counts = [round(model.getSolVal(best, column)) for column in columns]
-    return TiedSolution(np.array(counts, dtype=np.int64), status, known_gap)
+    return model, columns
 
 
 def _most_layers(memories: SequenceOf[StageMemory], num_diagonals: int) -> Ints:
@@ -183,5 +198,6 @@ def _tight_rows(memory: StageMemory, limit: int) -> list[_TightRow]:
         begun = program.forward_places <= position
         not_ended = program.backward_places >= position
         in_flight = np.flatnonzero(begun & not_ended)
-        rows.append(_TightRow(in_flight, float(missing[position])))
+        missing_bytes = float(missing[position])
+        rows.append(_TightRow(in_flight, missing_bytes))
     return rows
