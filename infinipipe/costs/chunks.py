@@ -26,7 +26,9 @@ class ChunkSizes:
 
     tokens: Ints
     pairs: Ints
+    """Pairs of tokens of which one attends to the other."""
     slices: Ints
+    """How many slices the chunk holds, whole sequences included."""
     context: Ints
     """Start of the split sequence's slice, 0 without one."""
     continued: Ints

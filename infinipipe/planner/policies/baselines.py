@@ -104,6 +104,7 @@ def plan_chunkflow(problem: Problem, incumbent: Result = NOTHING) -> Result:
 
 
 def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result) -> Result:
+    """Return the best schedule of all settings, or the incumbent if none is better."""
     best = incumbent
     for setting in settings:
         if not cannot_beat(best, setting.chains):
@@ -234,6 +235,7 @@ def _chunkflow(problem: Problem) -> Iterator[_Setting]:
 
 
 def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]]:
+    """Return what is recomputed for each K, from the largest K to none."""
     layers = _stage_layers(problem)
     sizes = np.array(chunks.chains)
     num_chunks = len(chunks.chunks)
