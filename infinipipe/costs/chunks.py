@@ -359,4 +359,5 @@ def _layers_backward_transient_bytes(profile: Profile, ends: _Ends, sizes: Chunk
     after_head = ends.last * (gradient - head_kept)
     in_layers = layer + after_head
     in_head = ends.last * line_values(per.head_backward_peak, tokens)
-    return np.asarray(np.maximum(in_layers, in_head))
+    most: Floats = np.maximum(in_layers, in_head)
+    return most

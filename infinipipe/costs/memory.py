@@ -80,7 +80,7 @@ class StageMemory:
             transient[program.is_kind(OpKind.BACKWARD_WEIGHT)] = 0.0
         # F adds what its chunk keeps, B and I take it away.
         held = np.cumsum(program.travels * kept)
-        during = np.asarray(self.fixed_bytes + held + transient)
+        during: Floats = self.fixed_bytes + held + transient
         if program.has_input_weight:
             # What I leaves may be more than what it needed before.
             inputs = program.is_kind(OpKind.BACKWARD_INPUT)
@@ -92,7 +92,8 @@ class StageMemory:
         """Return the bytes that are held when each op has ended."""
         kept = self._kept(recompute)
         held = np.cumsum(self.program.travels * kept)
-        return np.asarray(self.fixed_after_bytes + held)
+        after: Floats = self.fixed_after_bytes + held
+        return after
 
     def least(self) -> Floats:
         """Return what no recompute can undercut while each op runs, in a program of F and B.
@@ -121,7 +122,8 @@ class StageMemory:
         forward_needs = in_forward[chunks]
         backward_needs = in_backward[chunks]
         own_needs = np.where(backward, backward_needs, forward_needs)
-        return np.asarray(self.fixed_bytes + others + own_needs)
+        least: Floats = self.fixed_bytes + others + own_needs
+        return least
 
     def layers_transient(self, chunk: int, recompute: int) -> float:
         """Return what a chunk's B or I needs above what is held; see `layers_transient_bytes`."""
@@ -142,7 +144,8 @@ class StageMemory:
         """(ops,) what the op's chunk keeps from F to B."""
         freed = self.freed_per_layer_bytes * recompute
         kept = self.activation_bytes - freed
-        return np.asarray(kept[self.program.chunks])
+        of_ops: Floats = kept[self.program.chunks]
+        return of_ops
 
     @cached_property
     def _uneven_chunks(self) -> list[int]:
@@ -167,7 +170,8 @@ def stage_memory(
     transient = _transient(stage, stage_index, costed, program)
     weight_inputs = np.zeros(len(costed.boundary_bytes))
     if input_weight is not None:
-        input_chunks = program.chunks[program.is_kind(OpKind.BACKWARD_INPUT)]
+        inputs = program.is_kind(OpKind.BACKWARD_INPUT)
+        input_chunks = program.chunks[inputs]
         weight_inputs[input_chunks] = input_weight.weight_input_bytes[input_chunks]
         # What I leaves is there when it has ended, until W lets it go.
         closed -= _left_by_inputs(stage, stage_index, program, input_weight)
@@ -245,7 +249,8 @@ def _transient(
         backward = backward + costed.boundary_bytes
     in_forward = forward[program.chunks]
     in_backward = backward[program.chunks]
-    return np.asarray(np.where(program.is_forward, in_forward, in_backward))
+    transient: Floats = np.where(program.is_forward, in_forward, in_backward)
+    return transient
 
 
 def _set_input_weight_transient(

@@ -30,9 +30,11 @@ class PackedProgram:
     @classmethod
     def pack(cls, program: SequenceOf[Op]) -> PackedProgram:
         """Return the arrays of a program of the IR."""
-        kinds = [_CODES[op.kind] for op in program]
-        chunks = [op.chunk for op in program]
-        return cls(np.array(kinds, dtype=np.int64), np.array(chunks, dtype=np.int64))
+        codes = [_CODES[op.kind] for op in program]
+        numbers = [op.chunk for op in program]
+        kinds = np.array(codes, dtype=np.int64)
+        chunks = np.array(numbers, dtype=np.int64)
+        return cls(kinds, chunks)
 
     @classmethod
     def interleave(cls, forwards_before: Ints, backwards: Ints) -> PackedProgram:
@@ -44,12 +46,13 @@ class PackedProgram:
             backwards: (chunks,) the chunks in the order of B.
         """
         num_chunks = len(forwards_before)
+        num_ops = 2 * num_chunks
         numbers = np.arange(num_chunks)
         # Before each B come so many F, and all earlier B.
         backward_places = forwards_before + numbers
-        kinds = np.full(2 * num_chunks, _FORWARD, dtype=np.int64)
+        kinds = np.full(num_ops, _FORWARD, dtype=np.int64)
         kinds[backward_places] = _BACKWARD
-        chunks = np.empty(2 * num_chunks, dtype=np.int64)
+        chunks = np.empty(num_ops, dtype=np.int64)
         chunks[backward_places] = backwards
         chunks[kinds == _FORWARD] = numbers
         return cls(kinds, chunks)

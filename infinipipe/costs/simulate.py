@@ -29,7 +29,9 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first op to the end of the last."""
-        last_ends = [float(end[-1]) for end in self.end_s if len(end)]
+        # A stage may have nothing to do.
+        busy = [end_s for end_s in self.end_s if len(end_s) > 0]
+        last_ends = [float(end_s[-1]) for end_s in busy]
         return max(last_ends, default=0.0)
 
     def busy_s(self, stage: int) -> float:

@@ -58,6 +58,8 @@ def line_values(line: Line, counts: Ints | Floats) -> Floats:
 
 def mean_slope(curve: Curve) -> float:
     """Return the slope of the line from a curve's first point to its last."""
-    seconds = curve.seconds[-1] - curve.seconds[0]
-    tokens = curve.tokens[-1] - curve.tokens[0]
-    return seconds / tokens
+    seconds = curve.seconds
+    tokens = curve.tokens
+    rise = seconds[-1] - seconds[0]
+    run = tokens[-1] - tokens[0]
+    return rise / run

@@ -117,8 +117,8 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     gradients_then = gradients[backwards]
     most_bytes = room + let_go_before - gradients_then
     taken = np.cumsum(taken_by_chunk)
-    most_forwards = np.searchsorted(taken, most_bytes, side="right")
-    return np.asarray(most_forwards)
+    most_forwards: Ints = np.searchsorted(taken, most_bytes, side="right")
+    return most_forwards
 
 
 def _reserve_bytes(chains: CostedChains, stage: int) -> float:

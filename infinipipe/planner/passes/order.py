@@ -33,7 +33,8 @@ def backward_order(chunks: Chunks) -> Ints:
     places = np.arange(len(ends))
     # Mirrored within its chain: the place x of [start, end) holds start + end - 1 - x.
     lasts = ends - 1
-    return np.asarray(starts + lasts - places)
+    order: Ints = starts + lasts - places
+    return order
 
 
 def windowed_order(chunks: Chunks, num_stages: int, window: Window, depth: int) -> Ints:
@@ -46,7 +47,8 @@ def windowed_order(chunks: Chunks, num_stages: int, window: Window, depth: int) 
     stages_after = _stages_after(num_stages)
     ahead = np.minimum(stages_after, depth)
     wanted = last_stage + ahead[:, None]
-    return np.asarray(np.minimum(wanted, num_chunks))
+    order: Ints = np.minimum(wanted, num_chunks)
+    return order
 
 
 def _last_windowed_order(chunks: Chunks, window: Window) -> Ints:
@@ -55,7 +57,8 @@ def _last_windowed_order(chunks: Chunks, window: Window) -> Ints:
             longest = max(chunks.chains, default=0)
             num_chunks = len(chunks.chunks)
             places = np.arange(num_chunks)
-            return np.asarray(places + longest)
+            window_of_longest: Ints = places + longest
+            return window_of_longest
         case "adaptive":
             return adaptive_window(chunks, 1)
 
@@ -75,7 +78,8 @@ def adaptive_window(chunks: Chunks, burst: int) -> Ints:
     from_last = beyond[::-1]
     most_so_far = np.maximum.accumulate(from_last)
     most_from_here = most_so_far[::-1]
-    return np.asarray(most_from_here + steady)
+    forwards: Ints = most_from_here + steady
+    return forwards
 
 
 def flushed_order(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
@@ -122,7 +126,8 @@ def overlap_orders(order: Ints, ends: SequenceOf[int]) -> Ints:
     in_1f1b = np.minimum(in_1f1b, num_chunks)
     overlapped = np.maximum(order, in_1f1b)
     is_draining = num_left <= ahead
-    return np.asarray(np.where(is_draining, overlapped, order))
+    with_overlap: Ints = np.where(is_draining, overlapped, order)
+    return with_overlap
 
 
 def _chain_ends(chunks: Chunks) -> Ints:

@@ -115,8 +115,8 @@ def _capacities(new_work: float, ramp: Ramp, num_full: int) -> list[float]:
     if not shares:
         return []
     total = ramp.total + num_full
-    full_work = new_work / total
-    return [full_work * share for share in shares]
+    work_of_full = new_work / total
+    return [work_of_full * share for share in shares]
 
 
 def _in_parts(bins: SequenceOf[Bin], num_tails: int, ramp: Ramp, num_full: int) -> Packing:

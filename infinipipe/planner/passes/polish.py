@@ -133,7 +133,8 @@ def _faster(best: Schedule, other: Schedule | None) -> Schedule:
 def _prices(schedule: Schedule, weights: Floats) -> Floats:
     """Return (stages, chunks) seconds of the makespan per recomputed layer."""
     recompute_s = schedule.chains.costs.recompute_s
-    return np.asarray(recompute_s * (weights + _LEAST_WEIGHT))
+    prices: Floats = recompute_s * (weights + _LEAST_WEIGHT)
+    return prices
 
 
 def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
@@ -146,12 +147,12 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
         counts: (stages, chunks)
         prices: (stages, chunks) what a recomputed layer costs.
     """
-    limits = schedule.problem.pipeline.limits
+    problem = schedule.problem
     refitted = schedule.recompute.copy()
     changed = (counts != refitted).any(axis=1)
     for stage in np.flatnonzero(changed).tolist():
         memory = schedule.memories[stage]
-        limit = limits[stage]
+        limit = problem.pipeline.limits[stage]
         stage_prices = prices[stage]
         raised = fit_recompute(memory, stage_prices, limit, counts[stage])
         if isinstance(raised, float):
@@ -162,7 +163,7 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
             return None
     if (refitted == schedule.recompute).all():
         return None
-    simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, refitted)
+    simulated = simulate_schedule(problem, schedule.chains, schedule.memories, refitted)
     return replace(schedule, recompute=refitted, timeline=simulated.timeline)
 
 

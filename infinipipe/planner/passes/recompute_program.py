@@ -324,7 +324,8 @@ def _missing_without_recompute(memory: StageMemory, limit: int) -> Floats:
     # While B runs, its chunk is still there.
     own = np.where(backward, kept, 0.0)
     needed = memory.fixed_bytes + held + own
-    return np.asarray(needed - limit)
+    missing: Floats = needed - limit
+    return missing
 
 
 def _transient_by_count(memory: StageMemory) -> Floats:

@@ -241,7 +241,8 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
         best.append((math.inf, []))
         for first in range(last):
             before_s, before = best[first]
-            if before_s + delta >= best[last][0]:
+            best_s, _ = best[last]
+            if before_s + delta >= best_s:
                 continue
             members = _between(chains, ends[first], ends[last])
             is_whole = len(members) == len(chains)
@@ -250,7 +251,7 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
                 shortage = group if is_better(group, shortage) else shortage
                 continue
             seconds = before_s + delta + group.recompute_s
-            if seconds < best[last][0]:
+            if seconds < best_s:
                 best[last] = (seconds, [group, *before])
     _, groups = best[-1]
     return groups or shortage
