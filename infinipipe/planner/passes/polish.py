@@ -203,7 +203,7 @@ def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
     often it was critical.
     """
     groups = _groups(weights.shape)
-    # Everything is tried twice, as the weights change.
+    # A group that failed may help once weights have changed, so each may fail twice in a row.
     most_failed = 2 * len(groups)
     tries = _EFFORT // weights.size
     tries = min(max(tries, _LEAST_TRIES), _MOST_TRIES)

@@ -50,8 +50,8 @@ _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 # How often an order that does not fit is drawn again with what it lacked left free. More can find
 # orders that fit, but an order that lacks much costs all of them.
 _RETRIES = 3
-# How often the search goes on from what lacks least, where nothing fits yet. Each time costs about
-# as much as a climb.
+# How often the search goes on from what lacks least, where nothing fits yet. Each time tries all
+# moves of `descend`.
 _DESCENTS = 3
 # Numbers of parts around what lacks least: the next ones of a fine climb, and one close by.
 _DESCENT_FACTORS = (FINE, 1 / FINE, 1.05)
