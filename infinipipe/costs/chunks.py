@@ -26,7 +26,9 @@ class ChunkSizes:
 
     tokens: Ints
     pairs: Ints
+    """Pairs of tokens of which one attends to the other."""
     slices: Ints
+    """How many slices the chunk holds, whole sequences included."""
     context: Ints
     """Start of the split sequence's slice, 0 without one."""
     continued: Ints
@@ -42,31 +44,50 @@ class ChunkSizes:
     def slice_ends(self) -> tuple[Ints, Ints]:
         """The chunks with each split sequence's first slice, and those with its last."""
         by_sequence = np.lexsort((self.context, self.split))
-        by_sequence = by_sequence[self.split[by_sequence] >= 0]
-        firsts = np.flatnonzero(self.context[by_sequence] == 0)
-        lasts = np.append(firsts[1:], len(by_sequence)) - 1
-        # Without any split sequence there is no last one either.
-        return by_sequence[firsts], by_sequence[lasts[: len(firsts)]]
+        # Chunks without a slice of a split sequence come first in that order.
+        is_split = self.split[by_sequence] >= 0
+        by_sequence = by_sequence[is_split]
+        starts = self.context[by_sequence]
+        firsts = np.flatnonzero(starts == 0)
+        # Each split sequence ends where the next one begins.
+        ends = np.append(firsts[1:], len(by_sequence))
+        # Without any split sequence there is no last slice either.
+        lasts = ends[: len(firsts)] - 1
+        return by_sequence[firsts], by_sequence[lasts]
 
 
 def chunk_sizes(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> ChunkSizes:
     """Collect the sizes of chunks."""
-    split = [chunk.split_slice(sequences) for chunk in chunks]
-    starts = [s.start if s else 0 for s in split]
-    continued = [s.length if s and s.start else 0 for s in split]
-    num_whole = [len(c.slices) - (s is not None) for c, s in zip(chunks, split, strict=True)]
-    split_sequences = [s.sequence if s else -1 for s in split]
-    split_tokens = [sequences[s.sequence].length if s else 0 for s in split]
+    num_chunks = len(chunks)
+    context = [0] * num_chunks
+    continued = [0] * num_chunks
+    split = [-1] * num_chunks
+    split_tokens = [0] * num_chunks
+    num_whole = [len(chunk.slices) for chunk in chunks]
+    for number, chunk in enumerate(chunks):
+        slice_ = chunk.split_slice(sequences)
+        if slice_ is None:
+            continue
+        num_whole[number] -= 1
+        split[number] = slice_.sequence
+        split_tokens[number] = sequences[slice_.sequence].length
+        if slice_.start > 0:
+            context[number] = slice_.start
+            continued[number] = slice_.length
     return ChunkSizes(
-        tokens=np.array([c.num_tokens for c in chunks], dtype=np.int64),
-        pairs=np.array([c.num_pairs for c in chunks], dtype=np.int64),
-        slices=np.array([len(c.slices) for c in chunks], dtype=np.int64),
-        context=np.array(starts, dtype=np.int64),
-        continued=np.array(continued, dtype=np.int64),
-        whole=np.array(num_whole, dtype=np.int64) > 0,
-        split=np.array(split_sequences, dtype=np.int64),
-        split_tokens=np.array(split_tokens, dtype=np.int64),
+        tokens=_ints([chunk.num_tokens for chunk in chunks]),
+        pairs=_ints([chunk.num_pairs for chunk in chunks]),
+        slices=_ints([len(chunk.slices) for chunk in chunks]),
+        context=_ints(context),
+        continued=_ints(continued),
+        whole=_ints(num_whole) > 0,
+        split=_ints(split),
+        split_tokens=_ints(split_tokens),
     )
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -101,7 +122,8 @@ class CostedChunks:
     @property
     def work_s(self) -> Floats:
         """(P,) seconds of F and B without recompute."""
-        return np.asarray((self.forward_s + self.backward_s).sum(axis=1))
+        seconds = self.forward_s + self.backward_s
+        return np.asarray(seconds.sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -126,12 +148,19 @@ class InputWeightCosts:
 
 
 class _Ends:
-    """Which stages hold what, as columns of shape (P, 1) that multiply rows of chunks."""
+    """Which stages hold what, as columns of shape (P, 1).
+
+    Times rows of shape (C,) they give what every stage needs for every chunk; what only the first
+    or the last stage does, times its column, is 0 on the others.
+    """
 
     def __init__(self, stages: SequenceOf[Stage]) -> None:
-        self.layers = np.array([[stage.num_layers] for stage in stages])
-        self.first = np.array([[stage.embedding] for stage in stages])
-        self.last = np.array([[stage.head] for stage in stages])
+        layers = [stage.num_layers for stage in stages]
+        first = [stage.embedding for stage in stages]
+        last = [stage.head for stage in stages]
+        self.layers = np.array(layers)[:, None]
+        self.first = np.array(first)[:, None]
+        self.last = np.array(last)[:, None]
 
 
 def price_chunks(
@@ -141,30 +170,37 @@ def price_chunks(
     times = profile.times
     tokens = sizes.tokens
     ends = _Ends(stages)
-
-    forward_s = times.chunk_forward_s + ends.layers * _layer_seconds(times.layer_forward, sizes)
-    forward_s = forward_s + ends.first * curve_seconds(times.embedding_forward, tokens)
-    forward_s = forward_s + ends.last * curve_seconds(times.head_forward, tokens)
-    backward_s = times.chunk_backward_s + ends.layers * _layer_seconds(times.layer_backward, sizes)
-    backward_s = backward_s + ends.first * curve_seconds(times.embedding_backward, tokens)
-    backward_s = backward_s + ends.last * curve_seconds(times.head_backward, tokens)
+    forward_s = _stage_seconds(
+        ends,
+        chunk_s=times.chunk_forward_s,
+        layer_s=_layer_seconds(times.layer_forward, sizes),
+        embedding_s=curve_seconds(times.embedding_forward, tokens),
+        head_s=curve_seconds(times.head_forward, tokens),
+    )
+    backward_s = _stage_seconds(
+        ends,
+        chunk_s=times.chunk_backward_s,
+        layer_s=_layer_seconds(times.layer_backward, sizes),
+        embedding_s=curve_seconds(times.embedding_backward, tokens),
+        head_s=curve_seconds(times.head_backward, tokens),
+    )
 
     boundary = _boundary_bytes(profile, tokens)
     layer = _layer_bytes(profile, sizes)
+    besides_layers = tokens * _bytes_besides_layers(profile, ends)
     forward_transient = _forward_transient_bytes(profile, ends, tokens, logits_tokens)
+    recompute_transient = _recompute_transient_bytes(profile, ends, tokens, forward_transient)
     return CostedChunks(
         sizes=sizes,
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=_layer_seconds(times.layer_recompute, sizes),
         transfer_s=line_values(times.transfer_s, boundary),
-        activation_bytes=ends.layers * layer + tokens * _bytes_besides_layers(profile, ends),
+        activation_bytes=ends.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
         boundary_bytes=boundary,
         forward_transient_bytes=forward_transient,
-        recompute_transient_bytes=_recompute_transient_bytes(
-            profile, ends, tokens, forward_transient
-        ),
+        recompute_transient_bytes=recompute_transient,
         backward_transient_bytes=_backward_transient_bytes(profile, ends, sizes, layer),
     )
 
@@ -174,27 +210,36 @@ def price_input_weight(
 ) -> InputWeightCosts | None:
     """Price I and W of chunks on every stage; None if the profile does not."""
     times = profile.times
-    per_token = profile.bytes.layer_split_per_token
+    per = profile.bytes
     input_time = times.layer_input_backward
     weight_time = times.layer_weight_backward
-    if input_time is None or weight_time is None or per_token is None:
+    left_per_token = per.layer_split_per_token
+    if input_time is None or weight_time is None or left_per_token is None:
         return None
     tokens = sizes.tokens
     ends = _Ends(stages)
+    input_s = _stage_seconds(
+        ends,
+        chunk_s=times.chunk_backward_s,
+        layer_s=_layer_seconds(input_time, sizes),
+        head_s=curve_seconds(times.head_backward, tokens),
+    )
+    weight_s = _stage_seconds(
+        ends,
+        # Coming back to a chunk costs what coming to it does.
+        chunk_s=times.chunk_backward_s,
+        layer_s=_layer_seconds(weight_time, sizes),
+        embedding_s=curve_seconds(times.embedding_backward, tokens),
+    )
 
-    input_s = times.chunk_backward_s + ends.layers * _layer_seconds(input_time, sizes)
-    input_s = input_s + ends.last * curve_seconds(times.head_backward, tokens)
-    # Coming back to a chunk costs what coming to it does.
-    weight_s = times.chunk_backward_s + ends.layers * _layer_seconds(weight_time, sizes)
-    weight_s = weight_s + ends.first * curve_seconds(times.embedding_backward, tokens)
-
-    left: Floats = np.multiply(tokens, per_token, dtype=np.float64)
-    embedding_per_token = profile.bytes.activation_per_token + profile.bytes.embedding_per_token
+    left: Floats = np.multiply(tokens, left_per_token, dtype=np.float64)
+    embedding_per_token = per.activation_per_token + per.embedding_per_token
     embedding_left: Floats = tokens * np.float64(embedding_per_token)
-    embedding_peak = line_values(profile.bytes.embedding_backward_peak, tokens)
+    embedding_peak = line_values(per.embedding_backward_peak, tokens)
     # The embedding's gradient comes when what the layers left is gone.
-    embedding_excess = ends.first * (embedding_peak - ends.layers * left)
-    one_gradient = profile.bytes.layer_backward_peak.constant
+    layers_left = ends.layers * left
+    above_layers = ends.first * (embedding_peak - layers_left)
+    one_gradient = per.layer_backward_peak.constant
     return InputWeightCosts(
         input_s=input_s,
         weight_s=weight_s,
@@ -202,18 +247,39 @@ def price_input_weight(
         embedding_weight_input_bytes=ends.first * embedding_left,
         input_transient_bytes=_layers_backward_transient_bytes(profile, ends, sizes),
         # One weight's gradient is there before it is added.
-        weight_transient_bytes=np.maximum(one_gradient, embedding_excess),
+        weight_transient_bytes=np.maximum(one_gradient, above_layers),
     )
+
+
+def _stage_seconds(
+    ends: _Ends,
+    *,
+    chunk_s: float,
+    layer_s: Floats,
+    embedding_s: Floats | float = 0.0,
+    head_s: Floats | float = 0.0,
+) -> Floats:
+    """(P, C) seconds of one op of each chunk, from those of its parts."""
+    seconds = chunk_s + ends.layers * layer_s
+    seconds = seconds + ends.first * embedding_s
+    seconds = seconds + ends.last * head_s
+    return np.asarray(seconds)
 
 
 def _layer_seconds(time: LayerTime, sizes: ChunkSizes) -> Floats:
     return layer_seconds(
-        time, sizes.tokens, sizes.pairs, sizes.slices, sizes.context, sizes.continued
+        time,
+        tokens=sizes.tokens,
+        pairs=sizes.pairs,
+        slices=sizes.slices,
+        context=sizes.context,
+        continued=sizes.continued,
     )
 
 
 def _boundary_bytes(profile: Profile, tokens: Ints) -> Floats:
-    return np.multiply(tokens, profile.bytes.activation_per_token, dtype=np.float64)
+    per_token = profile.bytes.activation_per_token
+    return np.multiply(tokens, per_token, dtype=np.float64)
 
 
 def _layer_bytes(profile: Profile, sizes: ChunkSizes) -> Floats:
@@ -221,59 +287,77 @@ def _layer_bytes(profile: Profile, sizes: ChunkSizes) -> Floats:
     tokens = sizes.tokens
     # The runtime keeps K and V of all the chunk's tokens if any of its sequences is whole; those of
     # a split one are in its slot.
-    own_kv = np.where(sizes.whole, tokens * profile.bytes.layer_kv_per_token, 0)
-    return np.asarray(tokens * profile.bytes.layer_full_per_token + own_kv)
+    kv = tokens * profile.bytes.layer_kv_per_token
+    own_kv = np.where(sizes.whole, kv, 0)
+    besides_kv = tokens * profile.bytes.layer_full_per_token
+    return np.asarray(besides_kv + own_kv)
 
 
 def _bytes_besides_layers(profile: Profile, ends: _Ends) -> Floats:
     """(P, 1) bytes per token that a stage keeps of a chunk besides those of its layers."""
-    sizes = profile.bytes
-    embedding = ends.first * sizes.embedding_per_token
-    head = ends.last * sizes.head_per_token
-    return np.asarray(sizes.chunk_per_token + embedding + head)
+    per = profile.bytes
+    embedding = ends.first * per.embedding_per_token
+    head = ends.last * per.head_per_token
+    per_token = per.chunk_per_token + embedding + head
+    return np.asarray(per_token)
 
 
 def _forward_transient_bytes(
     profile: Profile, ends: _Ends, tokens: Ints, logits_tokens: int
 ) -> Floats:
-    sizes = profile.bytes
-    logits = np.minimum(tokens, logits_tokens) * sizes.logits_per_token
-    layer = line_values(sizes.layer_forward_peak, tokens)
-    head = line_values(sizes.head_forward_peak, tokens) + logits
-    return np.maximum(layer, ends.last * head)
+    """(P, C) bytes that F needs above what it keeps: in a layer or in the head."""
+    per = profile.bytes
+    tokens_at_once = np.minimum(tokens, logits_tokens)
+    logits = tokens_at_once * per.logits_per_token
+    layer = line_values(per.layer_forward_peak, tokens)
+    head = line_values(per.head_forward_peak, tokens) + logits
+    head = ends.last * head
+    return np.maximum(layer, head)
 
 
 def _recompute_transient_bytes(
     profile: Profile, ends: _Ends, tokens: Ints, forward_transient: Floats
 ) -> Floats:
-    dropped = line_values(profile.bytes.recompute_forward_peak, tokens)
+    """(P, C) bytes that F needs above `forward_transient` where all layers are recomputed."""
+    per = profile.bytes
+    dropped = line_values(per.recompute_forward_peak, tokens)
     # What the head keeps is not there yet when the layers run.
-    head = ends.last * tokens * profile.bytes.head_per_token
-    return np.maximum(0.0, dropped - forward_transient - head)
+    head = ends.last * tokens * per.head_per_token
+    above = dropped - forward_transient - head
+    return np.maximum(0.0, above)
 
 
 def _backward_transient_bytes(
     profile: Profile, ends: _Ends, sizes: ChunkSizes, layer: Floats
 ) -> Floats:
+    """(P, C) bytes that B needs above what the chunk kept, without recompute."""
     embedding = line_values(profile.bytes.embedding_backward_peak, sizes.tokens)
     # The embedding's backward runs when the layers' activations are gone, so only what it needs
     # above them counts.
-    above_layers = ends.first * (embedding - ends.layers * layer)
-    layers = _layers_backward_transient_bytes(profile, ends, sizes)
-    return np.maximum(layers, above_layers)
+    all_layers = ends.layers * layer
+    above_layers = ends.first * (embedding - all_layers)
+    in_layers = _layers_backward_transient_bytes(profile, ends, sizes)
+    return np.maximum(in_layers, above_layers)
 
 
 def _layers_backward_transient_bytes(profile: Profile, ends: _Ends, sizes: ChunkSizes) -> Floats:
     """(P, C) bytes that the backward of head and layers needs."""
     per = profile.bytes
     tokens = sizes.tokens
+    context = sizes.context
     # The gradients of the context's K and V come and go within attention, which is not where a
     # layer peaks otherwise.
-    in_attention = per.slice_backward_per_token * tokens + per.context_per_token * sizes.context
-    in_attention = np.where(sizes.context > 0, in_attention, 0.0)
-    layer = np.maximum(line_values(per.layer_backward_peak, tokens), in_attention)
+    of_own_tokens = per.slice_backward_per_token * tokens
+    of_context = per.context_per_token * context
+    in_attention = np.where(context > 0, of_own_tokens + of_context, 0.0)
+    otherwise = line_values(per.layer_backward_peak, tokens)
+    layer = np.maximum(otherwise, in_attention)
     # What the head kept is gone when the layers run backward, but for the gradient that it hands
     # them.
-    after_head = ends.last * (tokens * per.activation_per_token - tokens * per.head_per_token)
-    head = ends.last * line_values(per.head_backward_peak, tokens)
-    return np.asarray(np.maximum(layer + after_head, head))
+    gradient = tokens * per.activation_per_token
+    head_kept = tokens * per.head_per_token
+    after_head = ends.last * (gradient - head_kept)
+    in_layers = layer + after_head
+    in_head = ends.last * line_values(per.head_backward_peak, tokens)
+    most: Floats = np.maximum(in_layers, in_head)
+    return most

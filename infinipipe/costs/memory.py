@@ -63,74 +63,96 @@ class StageMemory:
 
     def during(self, recompute: Ints) -> Floats:
         """Return the most bytes while each op runs, for the recomputed layers of each chunk."""
-        chunks = self.program.chunks
+        program = self.program
+        chunks = program.chunks
         kept = self._kept(recompute)
         all_layers = recompute == self.num_layers
         in_forward = self.recompute_transient_bytes * all_layers
         in_backward = self.freed_per_layer_bytes * all_layers
         for chunk in self._uneven_chunks:
-            in_backward[chunk] = self.layers_transient(int(chunk), int(recompute[chunk]))
+            count = int(recompute[chunk])
+            in_backward[chunk] = self.layers_transient(chunk, count)
         # A chunk's B still holds what the chunk kept.
+        forward = in_forward[chunks]
         backward = kept + in_backward[chunks]
-        transient = np.where(self.program.is_backward, backward, in_forward[chunks])
-        if self.program.has_input_weight:
-            transient[self.program.is_kind(OpKind.BACKWARD_WEIGHT)] = 0.0
-        held = np.cumsum(self.program.travels * kept)
-        during = np.asarray(self.fixed_bytes + held + transient)
-        if self.program.has_input_weight:
+        transient = np.where(program.is_backward, backward, forward)
+        if program.has_input_weight:
+            transient[program.is_kind(OpKind.BACKWARD_WEIGHT)] = 0.0
+        # F adds what its chunk keeps, B and I take it away.
+        held = np.cumsum(program.travels * kept)
+        during: Floats = self.fixed_bytes + held + transient
+        if program.has_input_weight:
             # What I leaves may be more than what it needed before.
-            inputs = self.program.is_kind(OpKind.BACKWARD_INPUT)
-            during[inputs] = np.maximum(during, self.fixed_after_bytes + held)[inputs]
+            inputs = program.is_kind(OpKind.BACKWARD_INPUT)
+            at_end = self.fixed_after_bytes + held
+            during[inputs] = np.maximum(during, at_end)[inputs]
         return during
 
     def after(self, recompute: Ints) -> Floats:
         """Return the bytes that are held when each op has ended."""
         kept = self._kept(recompute)
-        return np.asarray(self.fixed_after_bytes + np.cumsum(self.program.travels * kept))
+        held = np.cumsum(self.program.travels * kept)
+        after: Floats = self.fixed_after_bytes + held
+        return after
 
     def least(self) -> Floats:
         """Return what no recompute can undercut while each op runs, in a program of F and B.
 
         All other chunks recompute all layers. The op's own chunk does what is best for it alone.
         """
-        own = self.activation_bytes - self.freed_per_layer_bytes * self.num_layers
-        kept = own[self.program.chunks]
+        chunks = self.program.chunks
         backward = self.program.is_backward
+        freed = self.freed_per_layer_bytes
+        freed_by_all = freed * self.num_layers
+        own = self.activation_bytes - freed_by_all
+        kept = own[chunks]
         held = np.cumsum(self.program.travels * kept)
-        others = held - np.where(backward, 0.0, kept)
+        # F has just added its own chunk, B has just taken it away.
+        just_added = np.where(backward, 0.0, kept)
+        others = held - just_added
         # A chunk that recomputes all but one layer keeps that one, and its F needs no more.
-        in_forward = own + np.minimum(self.recompute_transient_bytes, self.freed_per_layer_bytes)
+        above_own = np.minimum(self.recompute_transient_bytes, freed)
+        in_forward = own + above_own
         # In its B no count is better than all layers: the last layer is there in any case, and so
         # is the time when the first one runs.
-        in_backward = own + self.freed_per_layer_bytes
+        in_backward = own + freed
         for chunk in self._uneven_chunks:
-            in_backward[chunk] = own[chunk] + self.layers_transient(chunk, self.num_layers)
-        chunks = self.program.chunks
-        return np.asarray(
-            self.fixed_bytes + others + np.where(backward, in_backward[chunks], in_forward[chunks])
-        )
+            transient = self.layers_transient(chunk, self.num_layers)
+            in_backward[chunk] = own[chunk] + transient
+        forward_needs = in_forward[chunks]
+        backward_needs = in_backward[chunks]
+        own_needs = np.where(backward, backward_needs, forward_needs)
+        least: Floats = self.fixed_bytes + others + own_needs
+        return least
 
     def layers_transient(self, chunk: int, recompute: int) -> float:
         """Return what a chunk's B or I needs above what is held; see `layers_transient_bytes`."""
         freed = float(self.freed_per_layer_bytes[chunk])
         boundary = float(self.boundary_bytes[chunk])
+        slot_gradients = float(self.slot_gradient_bytes[chunk])
+        weight_inputs = float(self.weight_input_bytes[chunk])
         return layers_transient_bytes(
-            self.num_layers,
-            recompute,
-            freed + boundary,
-            boundary,
-            float(self.slot_gradient_bytes[chunk]),
-            float(self.weight_input_bytes[chunk]),
+            num_layers=self.num_layers,
+            recompute=recompute,
+            layer=freed + boundary,
+            boundary=boundary,
+            slot_gradients=slot_gradients,
+            weight_inputs=weight_inputs,
         )
 
     def _kept(self, recompute: Ints) -> Floats:
         """(ops,) what the op's chunk keeps from F to B."""
-        kept = self.activation_bytes - self.freed_per_layer_bytes * recompute
-        return np.asarray(kept[self.program.chunks])
+        freed = self.freed_per_layer_bytes * recompute
+        kept = self.activation_bytes - freed
+        of_ops: Floats = kept[self.program.chunks]
+        return of_ops
 
     @cached_property
     def _uneven_chunks(self) -> list[int]:
-        """Chunks in whose B the layers do not only free what they kept, one after the other."""
+        """Chunks in whose B the layers do not only free what they kept, one after the other.
+
+        Gradients of K and V come with each layer, or inputs of W stay.
+        """
         uneven = self.slot_gradient_bytes + self.weight_input_bytes
         return np.flatnonzero(uneven).tolist()
 
@@ -144,40 +166,29 @@ def stage_memory(
 ) -> StageMemory:
     """Return the ledger of one stage's program; `input_weight` prices its I and W, if any."""
     stage = held.stage
-    num_chunks = len(costed.boundary_bytes)
-    gradients = np.zeros(num_chunks)
-    _, lasts = costed.sizes.slice_ends
-    gradients[lasts] = costed.sizes.split_tokens[lasts] * held.kv_gradients_per_token
-
     opened, closed = _slots(held, costed.sizes, program)
     transient = _transient(stage, stage_index, costed, program)
-    weight_inputs = np.zeros(num_chunks)
+    weight_inputs = np.zeros(len(costed.boundary_bytes))
     if input_weight is not None:
         inputs = program.is_kind(OpKind.BACKWARD_INPUT)
-        weights = program.is_kind(OpKind.BACKWARD_WEIGHT)
-        in_parts = program.chunks[inputs]
-        weight_inputs[in_parts] = input_weight.weight_input_bytes[in_parts]
-        left = stage.num_layers * input_weight.weight_input_bytes
-        left = left + input_weight.embedding_weight_input_bytes[stage_index]
-        # Left when I has ended, and let go when W has.
-        closed[inputs] -= left[in_parts]
-        closed[weights] += left[program.chunks[weights]]
-        own = input_weight.input_transient_bytes[stage_index]
-        received = 0.0 if stage.head else costed.boundary_bytes
-        transient[inputs] = (own + received)[in_parts]
-        own = input_weight.weight_transient_bytes[stage_index]
-        transient[weights] = own[program.chunks[weights]]
+        input_chunks = program.chunks[inputs]
+        weight_inputs[input_chunks] = input_weight.weight_input_bytes[input_chunks]
+        # What I leaves is there when it has ended, until W lets it go.
+        closed -= _left_by_inputs(stage, stage_index, program, input_weight)
+        _set_input_weight_transient(transient, stage, stage_index, costed, program, input_weight)
 
+    total_opened = np.cumsum(opened)
     total_closed = np.cumsum(closed)
-    before = np.cumsum(opened) - (total_closed - closed)
-    after = held.static_bytes + np.cumsum(opened) - total_closed
-    fixed = float(held.static_bytes) + before
-    fixed += _transfers(
-        costed, program, program.is_forward, receives=not stage.embedding, sends=not stage.head
-    )
-    fixed += _transfers(
-        costed, program, program.is_backward, receives=not stage.head, sends=not stage.embedding
-    )
+    closed_before = total_closed - closed
+    in_slots = total_opened - closed_before
+    fixed = float(held.static_bytes) + in_slots
+    after = held.static_bytes + total_opened - total_closed
+    has_previous = not stage.embedding
+    has_next = not stage.head
+    down = program.is_forward
+    up = program.is_backward
+    fixed += _transfers(costed, program, down, receives=has_previous, sends=has_next)
+    fixed += _transfers(costed, program, up, receives=has_next, sends=has_previous)
     return StageMemory(
         program=program,
         fixed_bytes=fixed + transient,
@@ -185,7 +196,7 @@ def stage_memory(
         activation_bytes=costed.activation_bytes[stage_index],
         freed_per_layer_bytes=costed.freed_per_layer_bytes,
         boundary_bytes=costed.boundary_bytes,
-        slot_gradient_bytes=gradients,
+        slot_gradient_bytes=_slot_gradients(held, costed.sizes),
         weight_input_bytes=weight_inputs,
         recompute_transient_bytes=costed.recompute_transient_bytes[stage_index],
         num_layers=stage.num_layers,
@@ -198,16 +209,33 @@ def _slots(held: StageBytes, sizes: ChunkSizes, program: PackedProgram) -> tuple
     K and V come with the first slice's F, their gradients with the last slice's B, and the first
     slice's B ends both.
     """
+    num_ops = len(program.chunks)
+    num_layers = held.stage.num_layers
     firsts, lasts = sizes.slice_ends
     tokens = sizes.split_tokens[firsts].astype(np.float64)
-    kv = held.stage.num_layers * tokens * held.kv_per_token
-    gradients = held.stage.num_layers * tokens * held.kv_gradients_per_token
-    opened = np.zeros(len(program.chunks))
-    opened[program.forward_places[firsts]] = kv
-    opened[program.backward_places[lasts]] = gradients
-    closed = np.zeros(len(program.chunks))
-    closed[program.backward_places[firsts]] = kv + gradients
+    kv = num_layers * tokens * held.kv_per_token
+    gradients = num_layers * tokens * held.kv_gradients_per_token
+    first_forwards = program.forward_places[firsts]
+    first_backwards = program.backward_places[lasts]
+    last_backwards = program.backward_places[firsts]
+    opened = np.zeros(num_ops)
+    opened[first_forwards] = kv
+    opened[first_backwards] = gradients
+    closed = np.zeros(num_ops)
+    closed[last_backwards] = kv + gradients
     return opened, closed
+
+
+def _slot_gradients(held: StageBytes, sizes: ChunkSizes) -> Floats:
+    """(chunks,) bytes of one layer's gradients of K and V that the chunk's B brings.
+
+    The B of a split sequence's last slice, which is its first B, brings those of all its slices.
+    """
+    _, lasts = sizes.slice_ends
+    gradients = np.zeros(len(sizes.tokens))
+    tokens = sizes.split_tokens[lasts]
+    gradients[lasts] = tokens * held.kv_gradients_per_token
+    return gradients
 
 
 def _transient(
@@ -219,19 +247,66 @@ def _transient(
     if not stage.head:
         # The gradient that came from the next stage.
         backward = backward + costed.boundary_bytes
+    in_forward = forward[program.chunks]
+    in_backward = backward[program.chunks]
+    transient: Floats = np.where(program.is_forward, in_forward, in_backward)
+    return transient
+
+
+def _set_input_weight_transient(
+    transient: Floats,
+    stage: Stage,
+    stage_index: int,
+    costed: CostedChunks,
+    program: PackedProgram,
+    input_weight: InputWeightCosts,
+) -> None:
+    """Put in, in place, what I and W need only while they run."""
+    inputs = program.is_kind(OpKind.BACKWARD_INPUT)
+    weights = program.is_kind(OpKind.BACKWARD_WEIGHT)
+    in_input = input_weight.input_transient_bytes[stage_index]
+    in_weight = input_weight.weight_transient_bytes[stage_index]
+    if not stage.head:
+        # The gradient that came from the next stage.
+        in_input = in_input + costed.boundary_bytes
     chunks = program.chunks
-    return np.asarray(np.where(program.is_forward, forward[chunks], backward[chunks]))
+    transient[inputs] = in_input[chunks[inputs]]
+    transient[weights] = in_weight[chunks[weights]]
+
+
+def _left_by_inputs(
+    stage: Stage, stage_index: int, program: PackedProgram, input_weight: InputWeightCosts
+) -> Floats:
+    """(ops,) bytes that an I leaves, and, below zero, that a W lets go."""
+    per_chunk = stage.num_layers * input_weight.weight_input_bytes
+    per_chunk = per_chunk + input_weight.embedding_weight_input_bytes[stage_index]
+    per_op = per_chunk[program.chunks]
+    inputs = program.is_kind(OpKind.BACKWARD_INPUT)
+    weights = program.is_kind(OpKind.BACKWARD_WEIGHT)
+    left = np.zeros(len(program.chunks))
+    left[inputs] = per_op[inputs]
+    left[weights] = -per_op[weights]
+    return left
 
 
 def _transfers(
     costed: CostedChunks, program: PackedProgram, that_way: Bools, *, receives: bool, sends: bool
 ) -> Floats:
     """(ops,) bytes of one direction's transfers: one posted ahead, one that may not have left."""
-    sizes = costed.boundary_bytes[program.chunks[that_way]]
-    num_done = np.cumsum(that_way, dtype=np.int64) - that_way
-    ahead = np.append(sizes, 0.0)[np.minimum(num_done + that_way, len(sizes))]
-    behind = np.append(0.0, sizes)[num_done]
-    return np.asarray(receives * ahead + sends * behind)
+    chunks = program.chunks[that_way]
+    sizes = costed.boundary_bytes[chunks]
+    num_begun = np.cumsum(that_way, dtype=np.int64)
+    num_done = num_begun - that_way
+    total = np.zeros(len(that_way))
+    if receives:
+        # The receive for the next op is posted when this one begins; none follows the last op.
+        ahead = np.append(sizes, 0.0)
+        total += ahead[num_begun]
+    if sends:
+        # The result of the op before; there is none before the first op.
+        behind = np.append(0.0, sizes)
+        total += behind[num_done]
+    return total
 
 
 def layers_transient_bytes(
@@ -261,12 +336,16 @@ def layers_transient_bytes(
     most = -float("inf")
     # Between these layers the sum changes evenly, so it is largest at one of them.
     corners = {num_layers, recompute + 1, recompute, 1}
-    for number in corners & set(range(1, num_layers + 1)):
+    layers = set(range(1, num_layers + 1))
+    for number in corners & layers:
         num_done = num_layers - number
+        # Those that were not recomputed come first.
         done_whole = min(num_done, num_layers - recompute)
         done_recomputed = num_done - done_whole
-        freed = done_whole * layer + done_recomputed * boundary - num_done * weight_inputs
+        freed = done_whole * layer + done_recomputed * boundary
+        freed -= num_done * weight_inputs
         brought_back = layer - boundary if number <= recompute else 0.0
         missing_gradients = (number - 1) * slot_gradients
-        most = max(most, brought_back - freed - missing_gradients)
+        held = brought_back - freed - missing_gradients
+        most = max(most, held)
     return most

@@ -25,7 +25,7 @@ from infinipipe.profiles.profile import Curve, Profile
 
 # Kernels index elements with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
-# Less than any launch takes; a profile without overhead would ask for infinitely many chunks.
+# Less than any kernel launch takes; without overhead, infinitely many chunks would be best.
 _LEAST_OVERHEAD_S = 1e-9
 # Gradients are added up in float32, whatever parameters and activations are in.
 _GRADIENT_BYTES = 4
@@ -73,31 +73,38 @@ class CostModel:
     def op_seconds(
         self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Ints
     ) -> Floats:
-        """(ops,) Return the seconds of each op of a stage's program; the profile must price all of
-        them."""
+        """Return (ops,) the seconds of each op of a stage's program.
+
+        The profile must price all of them.
+        """
         chunks = program.chunks
         recompute_s = recompute * costed.recompute_s
         forward_s = costed.forward_s[stage_index]
         backward_s = costed.backward_s[stage_index] + recompute_s
-        seconds: Floats = np.where(program.is_forward, forward_s[chunks], backward_s[chunks])
+        in_forward = forward_s[chunks]
+        in_backward = backward_s[chunks]
+        seconds: Floats = np.where(program.is_forward, in_forward, in_backward)
         if program.has_input_weight:
             parts = self.price_input_weight(costed)
             assert parts is not None, "I and W need their prices"
-            input_s = parts.input_s[stage_index] + recompute_s
             inputs = program.is_kind(OpKind.BACKWARD_INPUT)
-            seconds[inputs] = input_s[chunks[inputs]]
             weights = program.is_kind(OpKind.BACKWARD_WEIGHT)
-            seconds[weights] = parts.weight_s[stage_index][chunks[weights]]
+            # I needs the activations first, so recompute is its part.
+            input_s = parts.input_s[stage_index] + recompute_s
+            weight_s = parts.weight_s[stage_index]
+            seconds[inputs] = input_s[chunks[inputs]]
+            seconds[weights] = weight_s[chunks[weights]]
         return seconds
 
     def memory(self, stage_index: int, costed: CostedChunks, program: PackedProgram) -> StageMemory:
         """Return the ledger of one stage's bytes over a program."""
         parts = self.price_input_weight(costed) if program.has_input_weight else None
+        per = self.profile.bytes
         held = StageBytes(
             stage=self.stages[stage_index],
             static_bytes=self.static_bytes(stage_index),
-            kv_per_token=self.profile.bytes.layer_kv_per_token,
-            kv_gradients_per_token=self.profile.bytes.layer_kv_grad_per_token,
+            kv_per_token=per.layer_kv_per_token,
+            kv_gradients_per_token=per.layer_kv_grad_per_token,
         )
         return stage_memory(held, stage_index, costed, program, parts)
 
@@ -105,7 +112,8 @@ class CostModel:
 
     def static_bytes(self, stage_index: int) -> int:
         """Return the bytes a stage holds between steps: parameters, gradients, optimizer state."""
-        return self.profile.bytes.static_per_parameter * self._parameters(stage_index)
+        per_parameter = self.profile.bytes.static_per_parameter
+        return per_parameter * self._parameters(stage_index)
 
     @property
     def static_bytes_per_layer(self) -> int:
@@ -115,7 +123,8 @@ class CostModel:
     def optimizer_s(self, stage_index: int) -> float:
         """Return the seconds of the optimizer's step on a stage."""
         line = self.profile.times.optimizer_s
-        return line.constant + line.rate * self._parameters(stage_index)
+        rising_s = line.rate * self._parameters(stage_index)
+        return line.constant + rising_s
 
     def gradient_sync_s(self, stage_index: int) -> float:
         """Return the seconds in which the replicas of a stage add up their gradients.
@@ -131,18 +140,21 @@ class CostModel:
         measured_ranks = times.all_to_all_ranks
         if times.all_reduce_s is None or measured_ranks == 1:
             # Only neighbours were measured: a ring of them.
-            message_s = times.transfer_s.constant + times.transfer_s.rate * num_bytes / ranks
+            line = times.transfer_s
+            message_s = line.constant + line.rate * num_bytes / ranks
             return 2 * (ranks - 1) * message_s
+        line = times.all_reduce_s
+        # Times as many messages, and times as large a part of the buffer, as were measured.
         messages = (ranks - 1) / (measured_ranks - 1)
         share = messages * measured_ranks / ranks
-        line = times.all_reduce_s
         return messages * line.constant + share * line.rate * num_bytes
 
     @property
     def end_of_step_s(self) -> float:
         """The seconds from the last op of a step to the next step: gradients and optimizer."""
         stages = range(len(self.stages))
-        return max(self.gradient_sync_s(s) + self.optimizer_s(s) for s in stages)
+        seconds = [self.gradient_sync_s(s) + self.optimizer_s(s) for s in stages]
+        return max(seconds)
 
     def _parameters(self, stage_index: int) -> int:
         """Parameters that a stage holds; a tied head on a stage of its own is a copy."""
@@ -172,7 +184,8 @@ class CostModel:
         share = self.model.num_layers / self.layout.num_stages
         overhead_s = times.chunk_forward_s + times.chunk_backward_s
         for layer in (times.layer_forward, times.layer_backward):
-            overhead_s += share * max(0.0, _seconds_at_zero(layer.curve))
+            layer_s = max(0.0, _seconds_at_zero(layer.curve))
+            overhead_s += share * layer_s
         return max(overhead_s, _LEAST_OVERHEAD_S)
 
     @property
@@ -180,7 +193,8 @@ class CostModel:
         """How many tokens a chunk can have: its activations must be indexable with 32 bits."""
         model = self.model
         attention = model.num_heads * model.head_dim
-        return _MOST_ELEMENTS // max(model.hidden_size, attention, model.intermediate_size, 1)
+        widest = max(model.hidden_size, attention, model.intermediate_size, 1)
+        return _MOST_ELEMENTS // widest
 
     def boundary_bytes(self, tokens: int) -> int:
         """Return the bytes of one transfer of a chunk of so many tokens."""
@@ -188,13 +202,15 @@ class CostModel:
 
     def slot_bytes(self, stage_index: int, tokens: Floats) -> Floats:
         """Return the bytes of K and V on a stage of split sequences of so many tokens."""
-        layers = self.stages[stage_index].num_layers
-        return np.asarray(tokens * layers * self.profile.bytes.layer_kv_per_token)
+        num_layers = self.stages[stage_index].num_layers
+        per_token = self.profile.bytes.layer_kv_per_token
+        return np.asarray(tokens * num_layers * per_token)
 
     def slot_gradient_bytes(self, stage_index: int, tokens: Floats) -> Floats:
         """Return the bytes of their gradients."""
-        layers = self.stages[stage_index].num_layers
-        return np.asarray(tokens * layers * self.profile.bytes.layer_kv_grad_per_token)
+        num_layers = self.stages[stage_index].num_layers
+        per_token = self.profile.bytes.layer_kv_grad_per_token
+        return np.asarray(tokens * num_layers * per_token)
 
     def rates(self, limits: SequenceOf[int], lengths: Floats) -> ChunkRates:
         """Return the least that chunks of each size need, for the bound: the relaxation of what
@@ -209,20 +225,20 @@ class CostModel:
 
     def layer_s(self, tokens: int, pairs: int, slices: int) -> float:
         """Return the seconds of F and B of one layer for a chunk of whole sequences."""
-        sizes = [np.array([count]) for count in (tokens, pairs, slices)]
         times = self.profile.times
-        forward, backward = (
-            float(layer_seconds(layer, *sizes)[0])
-            for layer in (times.layer_forward, times.layer_backward)
-        )
-        return forward + backward
+        # One chunk.
+        sizes = [np.array([count]) for count in (tokens, pairs, slices)]
+        forward_s = layer_seconds(times.layer_forward, *sizes)
+        backward_s = layer_seconds(times.layer_backward, *sizes)
+        return float(forward_s[0]) + float(backward_s[0])
 
     def ends_s(self, tokens: int) -> tuple[float, float]:
         """Return the seconds of F and B of the embedding, and of the head, for a chunk."""
         times = self.profile.times
         embedding = _curve_at(times.embedding_forward, tokens)
         embedding += _curve_at(times.embedding_backward, tokens)
-        head = _curve_at(times.head_forward, tokens) + _curve_at(times.head_backward, tokens)
+        head = _curve_at(times.head_forward, tokens)
+        head += _curve_at(times.head_backward, tokens)
         return embedding, head
 
 
@@ -232,11 +248,16 @@ def max_sequence_tokens(model: Model) -> int:
 
 
 def _curve_at(curve: Curve, tokens: int) -> float:
-    return float(curve_seconds(curve, np.array([tokens]))[0])
+    seconds = curve_seconds(curve, np.array([tokens]))
+    return float(seconds[0])
 
 
 def _seconds_at_zero(curve: Curve) -> float:
     """Return where the line from a curve's first point to its last meets zero tokens."""
-    first, last = curve.tokens[0], curve.tokens[-1]
-    first_s, last_s = curve.seconds[0], curve.seconds[-1]
-    return first_s - first * (last_s - first_s) / (last - first)
+    first = curve.tokens[0]
+    last = curve.tokens[-1]
+    first_s = curve.seconds[0]
+    last_s = curve.seconds[-1]
+    rise = last_s - first_s
+    run = last - first
+    return first_s - first * rise / run

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.memory import StageMemory
 from infinipipe.costs.model import CostModel
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.simulate import Timeline, simulate
@@ -21,7 +20,8 @@ from infinipipe.ir import TRAITS, Header, Op, OpKind, Replica, StagePrediction, 
 from infinipipe.ir.text import show_op, window
 from infinipipe.profiles import Profile
 
-# Sums of many floats may differ in their last digits, by the version of numpy or by the processor.
+# Relative. Sums of many floats may differ in their last digits, by the version of numpy or by the
+# processor, which is far less than this.
 _TOLERANCE = 1e-9
 
 
@@ -58,9 +58,11 @@ def step_spans(header: Header, step: Step) -> tuple[Span, ...]:
             f"step {step.index} has ops I and W; the plan's profile prices F and B, "
             "so it has no times"
         )
+    costs = plan_costs(header)
     spans: list[Span] = []
-    for number, prediction in _predict(plan_costs(header), step):
-        spans += prediction.spans(number, step.replicas[number])
+    for number, prediction in _predict(costs, step):
+        replica = step.replicas[number]
+        spans += prediction.spans(number, replica)
     return tuple(spans)
 
 
@@ -75,8 +77,11 @@ def is_priced(header: Header, step: Step) -> bool:
 
 
 def _has_input_weight(replicas: SequenceOf[Replica]) -> bool:
-    programs = (program for replica in replicas for program in replica.programs)
-    return any(op.kind == OpKind.BACKWARD_INPUT for program in programs for op in program)
+    for replica in replicas:
+        for program in replica.programs:
+            if any(op.kind == OpKind.BACKWARD_INPUT for op in program):
+                return True
+    return False
 
 
 def check_predictions(header: Header, step: Step) -> None:
@@ -96,8 +101,10 @@ def check_predictions(header: Header, step: Step) -> None:
             where = f"step {step.index}, replica {number}, stage {stage}"
             around = prediction.around_peak(stage, replica)
             _compare(where, stated, prediction.of_stage(stage), around)
-    _compare_number(f"step {step.index}", "makespan_s", step.makespan_s, makespan_s)
-    _compare_number(f"step {step.index}", "step_s", step.step_s, makespan_s + costs.end_of_step_s)
+    where = f"step {step.index}"
+    step_s = makespan_s + costs.end_of_step_s
+    _compare_number(where, "makespan_s", step.makespan_s, makespan_s)
+    _compare_number(where, "step_s", step.step_s, step_s)
 
 
 def _compare(
@@ -108,15 +115,18 @@ def _compare(
             f"{where}: a predicted peak of {stated.peak_bytes} bytes; "
             f"the plan's profile gives {actual.peak_bytes}: {around_peak}"
         )
+    # A bubble is a difference of large numbers: what is next to nothing of those is equal.
     scale = actual.busy_s + actual.bubble_s
-    for name in ("busy_s", "recompute_s", "bubble_s"):
-        _compare_number(where, name, getattr(stated, name), getattr(actual, name), scale)
+    _compare_number(where, "busy_s", stated.busy_s, actual.busy_s, scale)
+    _compare_number(where, "recompute_s", stated.recompute_s, actual.recompute_s, scale)
+    _compare_number(where, "bubble_s", stated.bubble_s, actual.bubble_s, scale)
 
 
 def _compare_number(
     where: str, name: str, stated: float, actual: float, scale: float = 0.0
 ) -> None:
-    if not math.isclose(stated, actual, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale):
+    absolute = _TOLERANCE * scale
+    if not math.isclose(stated, actual, rel_tol=_TOLERANCE, abs_tol=absolute):
         raise VerifyError(
             f"{where}: a predicted {name} of {stated}; the plan's profile gives {actual}"
         )
@@ -148,30 +158,40 @@ class _ReplicaPrediction:
 
     def of_stage(self, stage: int) -> StagePrediction:
         busy_s = self.timeline.busy_s(stage)
+        recompute_s = self.recompute_s[stage].sum()
+        peak_bytes = self.during_bytes[stage].max()
         return StagePrediction(
             busy_s=busy_s,
-            recompute_s=float(self.recompute_s[stage].sum()),
+            recompute_s=float(recompute_s),
             bubble_s=max(0.0, self.timeline.makespan_s - busy_s),
-            peak_bytes=round(self.during_bytes[stage].max()),
+            peak_bytes=round(peak_bytes),
         )
 
     def around_peak(self, stage: int, replica: Replica) -> str:
         """Show the ops around the one at which the stage holds most."""
-        return window(stage, replica.programs[stage], int(self.during_bytes[stage].argmax()))
+        peak = self.during_bytes[stage].argmax()
+        return window(stage, replica.programs[stage], int(peak))
 
     def spans(self, number: int, replica: Replica) -> Iterator[Span]:
+        """Yield the spans of one replica, stage by stage."""
         for stage, program in enumerate(replica.programs):
+            start_s = self.timeline.start_s[stage]
+            end_s = self.timeline.end_s[stage]
+            during = self.during_bytes[stage]
+            after = self.after_bytes[stage]
             for position, op in enumerate(program):
-                recomputes = TRAITS[op.kind].recomputes
+                recompute_s = 0.0
+                if TRAITS[op.kind].recomputes:
+                    recompute_s = float(self.recompute_s[stage, op.chunk])
                 yield Span(
                     replica=number,
                     stage=stage,
                     op=op,
-                    start_s=float(self.timeline.start_s[stage][position]),
-                    end_s=float(self.timeline.end_s[stage][position]),
-                    recompute_s=float(self.recompute_s[stage, op.chunk]) if recomputes else 0.0,
-                    during_bytes=round(self.during_bytes[stage][position]),
-                    after_bytes=round(self.after_bytes[stage][position]),
+                    start_s=float(start_s[position]),
+                    end_s=float(end_s[position]),
+                    recompute_s=recompute_s,
+                    during_bytes=round(during[position]),
+                    after_bytes=round(after[position]),
                 )
 
 
@@ -201,14 +221,21 @@ def _predict_replica(costs: CostModel, step: Step, replica: Replica) -> _Replica
     programs = [PackedProgram.pack(program) for program in replica.programs]
     recompute = np.array(replica.recompute, dtype=np.int64)
     seconds: list[Floats] = []
-    memories: list[StageMemory] = []
+    during: list[Floats] = []
+    after: list[Floats] = []
     for stage, program in enumerate(programs):
-        seconds.append(costs.op_seconds(stage, costed, program, recompute[stage]))
-        memories.append(costs.memory(stage, costed, program))
+        counts = recompute[stage]
+        memory = costs.memory(stage, costed, program)
+        seconds.append(costs.op_seconds(stage, costed, program, counts))
+        during.append(memory.during(counts))
+        after.append(memory.after(counts))
     timeline = simulate(programs, seconds, costed.transfer_s)
-    during = [memory.during(recompute[stage]) for stage, memory in enumerate(memories)]
-    after = [memory.after(recompute[stage]) for stage, memory in enumerate(memories)]
     peaks = [float(held.max()) for held in during]
     if not all(map(math.isfinite, (timeline.makespan_s, *peaks))):
         raise ArithmeticError("they overflow")
-    return _ReplicaPrediction(timeline, recompute * costed.recompute_s, tuple(during), tuple(after))
+    return _ReplicaPrediction(
+        timeline=timeline,
+        recompute_s=recompute * costed.recompute_s,
+        during_bytes=tuple(during),
+        after_bytes=tuple(after),
+    )

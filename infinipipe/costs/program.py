@@ -12,7 +12,10 @@ from infinipipe.aliases import Bools, Ints
 from infinipipe.ir import TRAITS, Direction, Op, OpKind
 
 KINDS = tuple(OpKind)
+"""Kinds of ops; arrays hold a kind as its place here."""
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
+_FORWARD = _CODES[OpKind.FORWARD]
+_BACKWARD = _CODES[OpKind.BACKWARD]
 _TRAVELS = np.array([int(TRAITS[kind].travels) for kind in KINDS], dtype=np.int64)
 
 
@@ -27,9 +30,11 @@ class PackedProgram:
     @classmethod
     def pack(cls, program: SequenceOf[Op]) -> PackedProgram:
         """Return the arrays of a program of the IR."""
-        kinds = [_CODES[op.kind] for op in program]
-        chunks = [op.chunk for op in program]
-        return cls(np.array(kinds, dtype=np.int64), np.array(chunks, dtype=np.int64))
+        codes = [_CODES[op.kind] for op in program]
+        numbers = [op.chunk for op in program]
+        kinds = np.array(codes, dtype=np.int64)
+        chunks = np.array(numbers, dtype=np.int64)
+        return cls(kinds, chunks)
 
     @classmethod
     def interleave(cls, forwards_before: Ints, backwards: Ints) -> PackedProgram:
@@ -41,18 +46,22 @@ class PackedProgram:
             backwards: (chunks,) the chunks in the order of B.
         """
         num_chunks = len(forwards_before)
-        places = forwards_before + np.arange(num_chunks)
-        kinds = np.full(2 * num_chunks, _CODES[OpKind.FORWARD], dtype=np.int64)
-        kinds[places] = _CODES[OpKind.BACKWARD]
-        chunks = np.empty(2 * num_chunks, dtype=np.int64)
-        chunks[places] = backwards
-        chunks[kinds == _CODES[OpKind.FORWARD]] = np.arange(num_chunks)
+        num_ops = 2 * num_chunks
+        numbers = np.arange(num_chunks)
+        # Before each B come so many F, and all earlier B.
+        backward_places = forwards_before + numbers
+        kinds = np.full(num_ops, _FORWARD, dtype=np.int64)
+        kinds[backward_places] = _BACKWARD
+        chunks = np.empty(num_ops, dtype=np.int64)
+        chunks[backward_places] = backwards
+        chunks[kinds == _FORWARD] = numbers
         return cls(kinds, chunks)
 
     def unpack(self) -> tuple[Op, ...]:
         """Return the ops of the IR."""
-        pairs = zip(self.kinds.tolist(), self.chunks.tolist(), strict=True)
-        return tuple(Op(KINDS[kind], chunk) for kind, chunk in pairs)
+        kinds = [KINDS[code] for code in self.kinds.tolist()]
+        chunks = self.chunks.tolist()
+        return tuple(map(Op, kinds, chunks))
 
     @cached_property
     def travels(self) -> Ints:
@@ -99,7 +108,9 @@ class PackedProgram:
         return self.chunks[self.is_backward]
 
     def _places(self, chosen: Bools) -> Ints:
-        found = np.flatnonzero(chosen)
-        places = np.empty(len(found), dtype=np.int64)
-        places[self.chunks[chosen]] = found
+        """Return (chunks,) where each chunk's one op among the chosen ones stands."""
+        numbers = np.flatnonzero(chosen)
+        chunks = self.chunks[chosen]
+        places = np.empty(len(numbers), dtype=np.int64)
+        places[chunks] = numbers
         return places

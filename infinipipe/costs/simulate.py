@@ -29,11 +29,17 @@ class Timeline:
     @property
     def makespan_s(self) -> float:
         """Seconds from the first op to the end of the last."""
-        return max((float(end[-1]) for end in self.end_s if len(end)), default=0.0)
+        # A stage may have nothing to do.
+        busy = [end_s for end_s in self.end_s if len(end_s) > 0]
+        last_ends = [float(end_s[-1]) for end_s in busy]
+        return max(last_ends, default=0.0)
 
     def busy_s(self, stage: int) -> float:
         """Seconds in which a stage computes."""
-        return float((self.end_s[stage] - self.start_s[stage]).sum())
+        start_s = self.start_s[stage]
+        end_s = self.end_s[stage]
+        seconds = end_s - start_s
+        return float(seconds.sum())
 
 
 def simulate(
@@ -50,31 +56,36 @@ def simulate(
         seconds: (ops,) for each stage, how long its ops take.
         transfer_s: (chunks,) how long a chunk's activation, or its gradient, travels.
     """
+    stages: list[StageReplay] = []
     ends = connect(programs, transfer_s)
-    stages = [
-        StageReplay(program, stage_s, *ends[stage])
-        for stage, (program, stage_s) in enumerate(zip(programs, seconds, strict=True))
-    ]
+    for program, stage_s, (inputs, outputs) in zip(programs, seconds, ends, strict=True):
+        stages.append(StageReplay(program, stage_s, inputs, outputs))
     run_stages(stages)
-    assert all(len(stage.start) == len(stage.travels) for stage in stages), "deadlock"
-    return Timeline(
-        start_s=tuple(np.array(stage.start, dtype=np.float64) for stage in stages),
-        end_s=tuple(np.array(stage.end, dtype=np.float64) for stage in stages),
-    )
+    for stage in stages:
+        assert stage.has_ended, "deadlock"
+    start_s = [np.array(stage.start, dtype=np.float64) for stage in stages]
+    end_s = [np.array(stage.end, dtype=np.float64) for stage in stages]
+    return Timeline(tuple(start_s), tuple(end_s))
 
 
 def run_stages(stages: SequenceOf[StageReplay]) -> None:
-    """Let every stage go on until all have ended, or none can."""
-    awake = list(range(len(stages)))
-    queued = [True] * len(stages)
+    """Let every stage go on until all have ended, or none can.
+
+    In which order stages are let go on does not matter for what comes out.
+    """
+    num_stages = len(stages)
+    awake = list(range(num_stages))
+    is_awake = [True] * num_stages
     while awake:
         number = awake.pop()
-        queued[number] = False
-        if stages[number].advance():
-            for neighbour in (number - 1, number + 1):
-                if 0 <= neighbour < len(stages) and not queued[neighbour]:
-                    queued[neighbour] = True
-                    awake.append(neighbour)
+        is_awake[number] = False
+        if not stages[number].advance():
+            continue
+        for neighbour in (number - 1, number + 1):
+            exists = 0 <= neighbour < num_stages
+            if exists and not is_awake[neighbour]:
+                is_awake[neighbour] = True
+                awake.append(neighbour)
 
 
 class Channel:
@@ -87,6 +98,7 @@ class Channel:
         self.consumed: list[float] = []
         """When the op started that consumes each."""
         self.arrivals: list[float] = []
+        """When each was complete, as far as that is known."""
 
     def arrival(self, number: int) -> float | None:
         """Return when a transfer is complete, None if that is not known yet."""
@@ -95,13 +107,16 @@ class Channel:
         while (known := len(arrivals)) <= number:
             if known == len(self.handed) or known > len(consumed):
                 return None
+            # The receive is posted when the op starts that consumes the transfer before.
             posted = consumed[known - 1] if known else 0.0
             handed = self.handed[known]
-            arrivals.append((handed if handed > posted else posted) + self.durations[known])
+            begins = handed if handed > posted else posted
+            arrivals.append(begins + self.durations[known])
         return arrivals[number]
 
 
-Channels = tuple[Channel | None, Channel | None, Channel | None]
+_OptionalChannel = Channel | None
+Channels = tuple[_OptionalChannel, _OptionalChannel, _OptionalChannel]
 """Of one stage, indexed by `Direction`; None where there is no neighbour."""
 
 
@@ -117,11 +132,17 @@ class StageReplay:
         self.inputs = inputs
         self.outputs = outputs
         self.start: list[float] = []
+        """When each op starts, as far as the stage is."""
         self.end: list[float] = []
         self.free = 0.0
         """When the stage can do something else."""
         self.sending: Channel | None = None
         """Where the last op's result has still to be handed over."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all ops have run."""
+        return len(self.start) == len(self.travels)
 
     def advance(self) -> bool:
         """Go on until the stage waits or ends.
@@ -132,6 +153,7 @@ class StageReplay:
         free = self.free
         sending = self.sending
         any_event = False
+        # One more than there are ops: the last one's result has to be handed over as well.
         for position in range(len(self.start), len(self.travels) + 1):
             if sending is not None:
                 handed = sending.handed
@@ -168,24 +190,27 @@ def connect(
 ) -> list[tuple[Channels, Channels]]:
     """Join stages by channels; return every stage's inputs and outputs."""
     durations: list[float] = transfer_s.tolist()
-    # Both pipes' ends stay open: nothing comes to the first stage nor leaves the last one.
-    down: list[Channel | None] = [None]
+    # Nothing comes from before the first stage, and nothing goes beyond the last one.
+    down: list[_OptionalChannel] = [None]
     for program in programs[:-1]:
-        down.append(Channel(program.forward_chunks.tolist(), durations))
+        order = program.forward_chunks.tolist()
+        down.append(Channel(order, durations))
     down.append(None)
-    up: list[Channel | None] = [None]
+    up: list[_OptionalChannel] = [None]
     for program in programs[1:]:
-        up.append(Channel(program.backward_chunks.tolist(), durations))
+        order = program.backward_chunks.tolist()
+        up.append(Channel(order, durations))
     up.append(None)
-    # down[s] leads to stage s, and up[s] leads away from it.
+    # down[s] leads to stage s from the one before, and up[s] leads back from stage s to that one.
     ends = []
     for stage in range(len(programs)):
-        inputs = _channels(down=down[stage], up=up[stage + 1])
-        outputs = _channels(down=down[stage + 1], up=up[stage])
+        after = stage + 1
+        inputs = _channels(down=down[stage], up=up[after])
+        outputs = _channels(down=down[after], up=up[stage])
         ends.append((inputs, outputs))
     return ends
 
 
-def _channels(*, down: Channel | None, up: Channel | None) -> Channels:
+def _channels(*, down: _OptionalChannel, up: _OptionalChannel) -> Channels:
     """Return channels that a `Direction` indexes: 0 stays, 1 goes down, and -1, the last, up."""
     return (None, down, up)

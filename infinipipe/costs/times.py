@@ -16,9 +16,14 @@ def curve_seconds(curve: Curve, tokens: Ints) -> Floats:
     """
     x = np.asarray(curve.tokens, dtype=float)
     y = np.asarray(curve.seconds)
-    last_slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-    beyond = np.maximum(0, tokens - x[-1])
-    return np.asarray(np.interp(tokens, x, y) + last_slope * beyond)
+    largest = x[-1]
+    run = largest - x[-2]
+    rise = y[-1] - y[-2]
+    # Noise may make the last point lower; more tokens never take less time beyond it.
+    last_slope = max(0.0, rise / run)
+    beyond = np.maximum(0, tokens - largest)
+    within = np.interp(tokens, x, y)
+    return np.asarray(within + last_slope * beyond)
 
 
 def layer_seconds(
@@ -29,19 +34,32 @@ def layer_seconds(
     context: Ints | int = 0,
     continued: Ints | int = 0,
 ) -> Floats:
-    """Return the seconds of one layer for each chunk; its arguments are those of `ChunkSizes`."""
-    whole = curve_seconds(time.curve, tokens) + time.s_per_pair * pairs + time.s_per_slice * slices
-    second_call = time.s_per_context_token * context + time.s_per_continued_token * continued
-    return np.asarray(whole + second_call + time.s_per_context * np.greater(context, 0))
+    """Return the seconds of one layer for each chunk; its arguments are those of `ChunkSizes`.
+
+    A slice with a context needs a second call of attention, between itself and its context.
+    """
+    of_tokens = curve_seconds(time.curve, tokens)
+    of_pairs = time.s_per_pair * pairs
+    of_slices = time.s_per_slice * slices
+    first_call = of_tokens + of_pairs + of_slices
+    of_context = time.s_per_context_token * context
+    of_continued = time.s_per_continued_token * continued
+    has_context = np.greater(context, 0)
+    of_second_call = time.s_per_context * has_context
+    seconds = first_call + (of_context + of_continued) + of_second_call
+    return np.asarray(seconds)
 
 
 def line_values(line: Line, counts: Ints | Floats) -> Floats:
     """Evaluate a line: its constant, and its rate for each of some counts."""
-    return np.asarray(line.constant + line.rate * counts)
+    rising = line.rate * counts
+    return np.asarray(line.constant + rising)
 
 
 def mean_slope(curve: Curve) -> float:
     """Return the slope of the line from a curve's first point to its last."""
-    seconds = curve.seconds[-1] - curve.seconds[0]
-    tokens = curve.tokens[-1] - curve.tokens[0]
-    return seconds / tokens
+    seconds = curve.seconds
+    tokens = curve.tokens
+    rise = seconds[-1] - seconds[0]
+    run = tokens[-1] - tokens[0]
+    return rise / run

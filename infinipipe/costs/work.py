@@ -10,15 +10,16 @@ from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.times import mean_slope
 from infinipipe.profiles.profile import Profile
 
-# A profile whose times do not rise would make slices endless.
+# A profile whose times do not rise with tokens would make slices endless. Far below what any device
+# takes for a token.
 _LEAST_S_PER_TOKEN = 1e-12
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of F and B on an average stage, straight in tokens, pairs and slices.
+    """Seconds of F and B on an average stage, linear in tokens, pairs and slices.
 
-    Chunks of one size differ from it by the same constant, so equal work is equal time.
+    It leaves out what every chunk costs alike, so chunks of equal work take equal time.
     """
 
     s_per_token: float
@@ -28,24 +29,33 @@ class Work:
     def whole(self, lengths: Ints) -> Floats:
         """Return the work of whole sequences."""
         pairs = lengths * (lengths + 1) / 2
-        return np.asarray(self.s_per_token * lengths + self.s_per_pair * pairs + self.s_per_slice)
+        of_tokens = self.s_per_token * lengths
+        of_pairs = self.s_per_pair * pairs
+        return np.asarray(of_tokens + of_pairs + self.s_per_slice)
 
     def between(self, start: int, stop: int) -> float:
         """Return the work of one slice."""
         length = stop - start
-        pairs = length * start + length * (length + 1) / 2
-        return self.s_per_token * length + self.s_per_pair * pairs + self.s_per_slice
+        # Each token attends to the whole context, and within the slice to those up to itself.
+        with_context = length * start
+        within = length * (length + 1) / 2
+        of_tokens = self.s_per_token * length
+        of_pairs = self.s_per_pair * (with_context + within)
+        return of_tokens + of_pairs + self.s_per_slice
 
     def reach(self, start: int, work: float) -> float:
         """Return where a slice from `start` ends that has so much work (PAPER.md, Algorithm 1)."""
         room = max(0.0, work - self.s_per_slice)
         if self.s_per_pair <= 0:
-            return start + room / self.s_per_token
-        rate = self.s_per_token + self.s_per_pair * (start + 0.5)
-        # The length x solves s_per_pair/2 * x**2 + rate * x = room. This form of the root loses
-        # no digits when pairs are cheap.
-        root = np.sqrt(rate * rate + 2 * self.s_per_pair * room)
-        return float(start + 2 * room / (rate + root))
+            length = room / self.s_per_token
+            return start + length
+        # The length x solves s_per_pair / 2 * x**2 + rate * x = room.
+        first_pairs = start + 0.5
+        rate = self.s_per_token + self.s_per_pair * first_pairs
+        discriminant = rate * rate + 2 * self.s_per_pair * room
+        # This form of the root loses no digits when pairs are cheap.
+        length = 2 * room / (rate + np.sqrt(discriminant))
+        return float(start + length)
 
 
 def average_work(profile: Profile, num_stages: int) -> Work:
@@ -58,11 +68,16 @@ def average_work(profile: Profile, num_stages: int) -> Work:
         times.head_forward,
         times.head_backward,
     )
-    share = profile.model.num_layers / num_stages
-    s_per_token = share * sum(mean_slope(layer.curve) for layer in layers)
-    s_per_token += sum(map(mean_slope, ends)) / num_stages
+    num_layers = profile.model.num_layers / num_stages
+    layer_slope = sum(mean_slope(layer.curve) for layer in layers)
+    end_slopes = sum(mean_slope(curve) for curve in ends)
+    s_per_token = num_layers * layer_slope
+    s_per_token += end_slopes / num_stages
+    s_per_pair = num_layers * sum(layer.s_per_pair for layer in layers)
+    s_per_slice = num_layers * sum(layer.s_per_slice for layer in layers)
+    # Work never falls with tokens, pairs or slices, whatever was measured.
     return Work(
         s_per_token=max(_LEAST_S_PER_TOKEN, s_per_token),
-        s_per_pair=max(0.0, share * sum(layer.s_per_pair for layer in layers)),
-        s_per_slice=max(0.0, share * sum(layer.s_per_slice for layer in layers)),
+        s_per_pair=max(0.0, s_per_pair),
+        s_per_slice=max(0.0, s_per_slice),
     )

@@ -48,35 +48,44 @@ class Batches:
         # Named, as numpy may change which generator is its default, and with it every plan.
         bits = np.random.PCG64(seed)
         self._generator = np.random.Generator(bits)
-        self._first_epoch = self._generator.permutation(len(rows.lengths))
+        num_rows = len(rows.lengths)
+        self._first_epoch = self._generator.permutation(num_rows)
 
     def steps(self, first: int = 0) -> Iterator[Batch]:
         """Yield the steps from `first` on."""
-        for index, rows in enumerate(islice(self.rows_of_steps(), first, None), start=first):
+        later = islice(self.rows_of_steps(), first, None)
+        for index, rows in enumerate(later, start=first):
             yield Batch(index, self._sequences(rows))
 
     def longest(self) -> Batch:
         """Return the longest sequence of the plan alone, with the index of the first step that has
         it."""
         # All rows of later epochs are in the first one.
-        drawn = self._first_epoch[: self._num_steps * self._batch_size]
-        place = int(self._rows.lengths[drawn].argmax())
-        return Batch(place // self._batch_size, self._sequences(drawn[place : place + 1]))
+        num_drawn = self._num_steps * self._batch_size
+        drawn = self._first_epoch[:num_drawn]
+        lengths = self._rows.lengths[drawn]
+        place = int(lengths.argmax())
+        index = place // self._batch_size
+        one_row = drawn[place : place + 1]
+        return Batch(index, self._sequences(one_row))
 
     def rows_of_steps(self) -> Iterator[Ints]:
         """Yield the rows of each step."""
         num_rows = len(self._rows.lengths)
+        batch_size = self._batch_size
         # What comes after the first epoch is the same, however often it is asked for.
         generator = copy.deepcopy(self._generator)
         epoch = self._first_epoch
         remaining = self._num_steps
         while remaining > 0:
-            for first in range(0, num_rows, self._batch_size)[:remaining]:
-                yield epoch[first : first + self._batch_size]
-            remaining -= steps_per_epoch(num_rows, self._batch_size)
+            firsts = range(0, num_rows, batch_size)
+            for first in firsts[:remaining]:
+                yield epoch[first : first + batch_size]
+            remaining -= len(firsts)
             epoch = generator.permutation(num_rows)
 
     def _sequences(self, rows: Ints) -> tuple[Sequence, ...]:
+        numbers = rows.tolist()
         lengths = self._rows.lengths[rows].tolist()
         targets = self._rows.targets[rows].tolist()
-        return tuple(map(Sequence, rows.tolist(), lengths, targets))
+        return tuple(map(Sequence, numbers, lengths, targets))

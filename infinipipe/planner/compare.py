@@ -76,9 +76,8 @@ def compare_grid(
     Raises:
         InputError: as `compare_policies`.
     """
-    requests = [
-        choice.resolve(profile, len(dataset)) for choice in _choices(options, stages, memories)
-    ]
+    choices = _choices(options, stages, memories)
+    requests = [choice.resolve(profile, len(dataset)) for choice in choices]
     cells = []
     for number, request in enumerate(requests):
 
@@ -143,7 +142,8 @@ def compare_policies(
             if progress is not None:
                 progress(first + done, total)
 
-        rows.append(_compare(header, plan_steps(pipeline, mine, batches), advance))
+        steps = plan_steps(pipeline, mine, batches)
+        rows.append(_compare(header, steps, advance))
         advance(request.num_steps)
     return rows
 
@@ -170,15 +170,13 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
     """Return the row of a policy whose steps took so long to plan in all."""
     count = len(steps)
     step_s = sum(step.step_s for step in steps)
+    # No schedule can beat the makespan's bound; what comes after the makespan is the same for all.
     bound_s = sum(step.bound_s + step.step_s - step.makespan_s for step in steps)
-    shares = TimeShares.of(
-        stage for step in steps for replica in step.replicas for stage in replica.predicted
-    )
-    peaks = [
-        [stage.peak_bytes for stage in replica.predicted]
-        for step in steps
-        for replica in step.replicas
-    ]
+    replicas = [replica for step in steps for replica in step.replicas]
+    shares = TimeShares.of(stage for replica in replicas for stage in replica.predicted)
+    num_chunks = sum(len(replica.chunks) for replica in replicas)
+    peaks = [[stage.peak_bytes for stage in replica.predicted] for replica in replicas]
+    peaks_by_stage = zip(*peaks, strict=True)
     return Row(
         policy=policy,
         step_seconds=step_s / count,
@@ -186,7 +184,7 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
         ratio_to_bound=step_s / bound_s,
         bubble_fraction=shares.bubble_fraction or 0.0,
         recompute_fraction=shares.recompute_fraction or 0.0,
-        peak_bytes=tuple(map(max, zip(*peaks, strict=True))),
-        num_chunks=sum(len(replica.chunks) for step in steps for replica in step.replicas) / count,
+        peak_bytes=tuple(map(max, peaks_by_stage)),
+        num_chunks=num_chunks / count,
         plan_seconds=plan_seconds / count,
     )

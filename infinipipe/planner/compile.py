@@ -149,8 +149,10 @@ def plan_steps(
         InfeasibleError: a step does not fit the memory limit.
     """
     plan = partial(_plan_batch, pipeline, request.policy, request.loss_norm)
+    # No more workers than there are steps left, and one where none are.
     num_left = request.num_steps - first
-    yield from ordered_map(plan, batches.steps(first), max(1, min(num_workers, num_left)))
+    num_workers = max(1, min(num_workers, num_left))
+    yield from ordered_map(plan, batches.steps(first), num_workers)
 
 
 def _plan_batch(pipeline: Pipeline, policy: str, loss_norm: LossNorm, batch: Batch) -> Step:

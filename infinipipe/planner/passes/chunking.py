@@ -91,35 +91,40 @@ def cut_chunks(
     for whole in _longest_first(problem):
         if whole.length <= longest_whole:
             shorts.append(whole)
-        elif even:
+            continue
+        if even:
             bounds = cut_evenly(whole.length, work, target, max_tokens)
-            sliced.append(_slices(whole.sequence, bounds))
         else:
             bounds = mesh.cut(whole.length)
-            sliced.append(_slices(whole.sequence, bounds))
+        slices = _slices(whole.sequence, bounds)
+        sliced.append(slices)
 
     # Each tail has a bin of its own: two in one chunk would chain two long sequences.
     tails = [_tail_bin(slices[-1], work) for slices in sliced]
     packing = pack(shorts, tails, work, target, max_tokens, ramp)
-    split_chains = [
-        _chain(slices[:-1], tail) for slices, tail in zip(sliced, packing.tails, strict=True)
-    ]
+    split_chains: list[list[Chunk]] = []
+    for slices, tail in zip(sliced, packing.tails, strict=True):
+        heads = slices[:-1]
+        split_chains.append(_chain(heads, tail))
     # Chains of equally many chunks stay in their order, the longest sequence first.
     split_chains.sort(key=len, reverse=True)
     return Chunks.of_chains(
         [
-            *([each.chunk] for each in packing.ramp_up),
+            *_short_chains(packing.ramp_up),
             *split_chains,
-            *([each.chunk] for each in packing.full),
-            *([each.chunk] for each in packing.ramp_down),
+            *_short_chains(packing.full),
+            *_short_chains(packing.ramp_down),
         ]
     )
 
 
 def _longest_first(problem: Problem) -> list[Slice]:
     """Return the replica's sequences as one slice each."""
-    members = problem.longest_first()
-    return [Slice(member, 0, problem.sequences[member].length) for member in members]
+    wholes: list[Slice] = []
+    for member in problem.longest_first():
+        length = problem.sequences[member].length
+        wholes.append(Slice(member, 0, length))
+    return wholes
 
 
 def _slices(sequence: int, bounds: SequenceOf[int]) -> list[Slice]:
@@ -138,7 +143,13 @@ def _tail_bin(tail: Slice, work: Work) -> Bin:
 def _chain(heads: SequenceOf[Slice], tail: Bin) -> list[Chunk]:
     """Return the chunks of a split sequence; only the last has short sequences as well."""
     chunks = [Chunk((head,)) for head in heads]
-    return [*chunks, tail.chunk]
+    chunks.append(tail.chunk)
+    return chunks
+
+
+def _short_chains(bins: SequenceOf[Bin]) -> list[list[Chunk]]:
+    """Return a chain of one chunk for each bin of whole sequences."""
+    return [[each.chunk] for each in bins]
 
 
 class _Mesh:
@@ -171,7 +182,8 @@ class _Mesh:
         while end < length:
             bounds.append(end)
             end = self.boundary(len(bounds))
-        if len(bounds) > 1 and self._joins(bounds, length):
+        is_split = len(bounds) > 1
+        if is_split and self._joins(bounds, length):
             bounds.pop()
         return [*bounds, length]
 
@@ -193,7 +205,8 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
     # What each slice costs besides its tokens is equal whatever the boundaries.
     bare = replace(work, s_per_slice=0.0)
     total = bare.between(0, length)
-    count_by_work = math.ceil(total / target / _STRETCH)
+    full_slices = total / target
+    count_by_work = math.ceil(full_slices / _STRETCH)
     count_by_tokens = -(-length // max_tokens)
     wanted = max(1, count_by_work, count_by_tokens)
     # A slice has at least one token.

@@ -33,19 +33,28 @@ def forwards_within_memory(
 
     A stage is held back where its chunks in flight would not leave its margin of bytes free even
     with all layers recomputed. What a chain needs to end comes before that.
+
+    Args:
+        pipeline: its stages and their limits.
+        chains: what the stages run.
+        warmup: how many F a stage wants to run ahead.
+        margins: (stages,) bytes to leave free.
     """
+    num_stages = pipeline.num_stages
     window = adaptive_window(chains.chunks, warmup.burst)
     num_chunks = len(window)
+    # B of a chain waits for all its F.
     least = np.array(chains.chunks.chain_ends, dtype=np.int64)
-    order = np.empty((pipeline.num_stages, num_chunks), dtype=np.int64)
-    for stage in range(pipeline.num_stages):
-        stages_below = pipeline.num_stages - 1 - stage
-        ahead = math.floor(warmup.per_stage * stages_below)
+    order: list[Ints] = []
+    for stage in range(num_stages):
+        stages_after = num_stages - 1 - stage
+        ahead = math.floor(warmup.per_stage * stages_after)
         wanted = np.minimum(window + ahead, num_chunks)
-        most = _most_in_flight(pipeline, chains, stage, float(margins[stage]))
+        margin = float(margins[stage])
+        most = _most_in_flight(pipeline, chains, stage, margin)
         within = np.minimum(wanted, most)
-        order[stage] = np.maximum(least, within)
-    return connect_stages(order, least)
+        order.append(np.maximum(least, within))
+    return connect_stages(np.array(order), least)
 
 
 def connect_stages(order: Ints, least: Ints) -> Ints:
@@ -59,21 +68,28 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
         order: (stages, chunks) of F before each B.
         least: (chunks,) what a chain needs to end.
     """
-    # No B may ask for more than the B after it.
-    from_last = order[:, ::-1]
-    least_so_far = np.minimum.accumulate(from_last, axis=1)
-    lowered = least_so_far[:, ::-1].copy()
+    num_stages = len(order)
     num_chunks = len(least)
-    for stage in range(1, len(lowered)):
-        above = lowered[stage - 1]
+    # No B may have more F before it than the B after it.
+    from_last = np.flip(order, axis=1)
+    least_so_far = np.minimum.accumulate(from_last, axis=1)
+    lowered = np.flip(least_so_far, axis=1).copy()
+    # Down the stages: before the same B, a stage runs at least one F less than the one before.
+    for stage in range(1, num_stages):
+        before = lowered[stage - 1]
         # Where the stage before has run all F, this one may as well.
-        most = np.where(above < num_chunks, above - 1, num_chunks)
+        has_more = before < num_chunks
+        most = np.where(has_more, before - 1, num_chunks)
         most = np.maximum(least, most)
-        lowered[stage] = np.minimum(lowered[stage], most)
-    for stage in range(len(lowered) - 2, -1, -1):
-        below = lowered[stage + 1]
         own = lowered[stage]
-        own[:-1] = np.minimum(own[:-1], below[1:] + 1)
+        lowered[stage] = np.minimum(own, most)
+    # Up the stages: no send may block for ever.
+    for stage in reversed(range(num_stages - 1)):
+        after = lowered[stage + 1]
+        most = after[1:] + 1
+        # All but the last B, which no B follows.
+        own = lowered[stage][:-1]
+        np.minimum(own, most, out=own)
     return lowered
 
 
@@ -82,20 +98,27 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
     costs = chains.costs
     num_layers = pipeline.stages[stage].num_layers
     dropped = num_layers * costs.freed_per_layer_bytes
-    kept = costs.activation_bytes[stage] - dropped
+    activations = costs.activation_bytes[stage]
+    kept = activations - dropped
     slots, gradients = _slots(pipeline, chains, stage)
+    # What each F takes and the B of the same chunk lets go.
+    taken_by_chunk = kept + slots
 
+    limit = pipeline.limits[stage]
     static = pipeline.costs.static_bytes(stage)
     reserve = _reserve_bytes(chains, stage)
-    room = pipeline.limits[stage] - static - reserve - margin
+    room = limit - static - reserve - margin
 
     backwards = backward_order(chains.chunks)
-    let_go = np.cumsum(kept[backwards] + slots[backwards])
+    let_go_each = taken_by_chunk[backwards]
+    let_go = np.cumsum(let_go_each)
     # Before the first B nothing has been let go.
-    let_go = np.concatenate([[0.0], let_go[:-1]])
-    most = room + let_go - gradients[backwards]
-    taken = np.cumsum(kept + slots)
-    return np.asarray(np.searchsorted(taken, most, side="right"))
+    let_go_before = np.append(0.0, let_go[:-1])
+    gradients_then = gradients[backwards]
+    most_bytes = room + let_go_before - gradients_then
+    taken = np.cumsum(taken_by_chunk)
+    most_forwards: Ints = np.searchsorted(taken, most_bytes, side="right")
+    return most_forwards
 
 
 def _reserve_bytes(chains: CostedChains, stage: int) -> float:
@@ -104,25 +127,35 @@ def _reserve_bytes(chains: CostedChains, stage: int) -> float:
     costs = chains.costs
     boundary = costs.boundary_bytes
     in_forward = costs.forward_transient_bytes[stage]
-    in_backward = costs.backward_transient_bytes[stage] + 2 * boundary
+    in_backward = costs.backward_transient_bytes[stage]
+    in_backward = in_backward + 2 * boundary
     transient = np.maximum(in_forward, in_backward)
-    needed = transient + 3 * boundary + costs.freed_per_layer_bytes
+    transfers = 3 * boundary
+    needed = transient + transfers + costs.freed_per_layer_bytes
     return float(needed.max())
 
 
 def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats, Floats]:
     """Return (chunks,) the slot bytes that each F opens and its B closes, and the gradients that
     are there during each B."""
+    costs = pipeline.costs
     chunks = chains.chunks
     sizes = chains.costs.sizes
+    sizes_of_own_chain = np.repeat(chunks.chains, chunks.chains)
     ends = np.array(chunks.chain_ends, dtype=np.int64)
-    starts = ends - np.repeat(chunks.chains, chunks.chains)
-    tokens_before = np.concatenate([[0.0], np.cumsum(sizes.tokens)])
+    starts = ends - sizes_of_own_chain
+    tokens_so_far = np.cumsum(sizes.tokens)
+    tokens_before = np.append(0.0, tokens_so_far)
     # Whole short sequences in the last chunk of a chain are counted with it, which errs on the safe
     # side.
-    chain_tokens = tokens_before[ends] - tokens_before[starts]
-    tokens = np.where(sizes.split >= 0, chain_tokens, 0.0)
-    slots = pipeline.costs.slot_bytes(stage, tokens)
-    is_first = np.arange(len(ends)) == starts
+    before_end = tokens_before[ends]
+    before_start = tokens_before[starts]
+    chain_tokens = before_end - before_start
+    is_split = sizes.split >= 0
+    tokens = np.where(is_split, chain_tokens, 0.0)
+    slots = costs.slot_bytes(stage, tokens)
+    gradients = costs.slot_gradient_bytes(stage, tokens)
+    places = np.arange(len(ends))
+    is_first = places == starts
     opened = np.where(is_first, slots, 0.0)
-    return opened, pipeline.costs.slot_gradient_bytes(stage, tokens)
+    return opened, gradients

@@ -33,7 +33,8 @@ def backward_order(chunks: Chunks) -> Ints:
     places = np.arange(len(ends))
     # Mirrored within its chain: the place x of [start, end) holds start + end - 1 - x.
     lasts = ends - 1
-    return np.asarray(starts + lasts - places)
+    order: Ints = starts + lasts - places
+    return order
 
 
 def windowed_order(chunks: Chunks, num_stages: int, window: Window, depth: int) -> Ints:
@@ -44,42 +45,51 @@ def windowed_order(chunks: Chunks, num_stages: int, window: Window, depth: int) 
     last_stage = _last_windowed_order(chunks, window)
     num_chunks = len(last_stage)
     stages_after = _stages_after(num_stages)
-    ahead = np.minimum(stages_after, depth)[:, None]
-    return np.asarray(np.minimum(last_stage + ahead, num_chunks))
+    ahead = np.minimum(stages_after, depth)
+    wanted = last_stage + ahead[:, None]
+    order: Ints = np.minimum(wanted, num_chunks)
+    return order
 
 
 def _last_windowed_order(chunks: Chunks, window: Window) -> Ints:
     match window:
         case "uniform":
             longest = max(chunks.chains, default=0)
-            places = np.arange(len(chunks.chain_ends))
-            return np.asarray(places + longest)
+            num_chunks = len(chunks.chunks)
+            places = np.arange(num_chunks)
+            window_of_longest: Ints = places + longest
+            return window_of_longest
         case "adaptive":
             return adaptive_window(chunks, 1)
 
 
 def adaptive_window(chunks: Chunks, burst: int) -> Ints:
-    """Return how many F the last stage runs before each B, at least.
+    """Return how many F the last stage runs before each B, at least; shape (chunks,).
 
-    No more than `burst` F then have to run between two B: B number j leaves room for every later
-    chain to come in so: n[j] >= n[j + 1] - burst for the F before each.
+    So many that no more than `burst` F ever have to run between two B, and that all F of a chain
+    come before its first B: the least n with n[j] >= n[j + 1] - burst and n[j] >= the end of the
+    chain.
     """
     ends = _chain_ends(chunks)
-    steady = burst * np.arange(len(ends))
-    # B of a chain waits for all its F. What that asks for beyond a steady burst, earlier B prepare.
+    places = np.arange(len(ends))
+    steady = burst * places
+    # What a chain asks for beyond a steady burst has to be run before earlier B.
     beyond = ends - steady
-    backwards = beyond[::-1]
-    most_from_here = np.maximum.accumulate(backwards)[::-1]
-    return np.asarray(most_from_here + steady)
+    from_last = beyond[::-1]
+    most_so_far = np.maximum.accumulate(from_last)
+    most_from_here = most_so_far[::-1]
+    forwards: Ints = most_from_here + steady
+    return forwards
 
 
 def flushed_order(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
     """Return the order that runs all F of a round before its first B; a round ends with a chain."""
     ends = _chain_ends(chunks)
+    num_chunks = len(ends)
     numbers = np.arange(1, rounds + 1)
-    even_ends = np.ceil(numbers * len(ends) / rounds)
+    even_ends = np.ceil(numbers * num_chunks / rounds)
     chunks_there = np.searchsorted(ends, even_ends)
-    # Rounds that would end within the same chain are one.
+    # The chain under way there is ended. Rounds that would end within the same chain are one.
     round_ends = np.unique(ends[chunks_there])
     own_rounds = np.searchsorted(round_ends, ends)
     forwards_before = round_ends[own_rounds]
@@ -91,8 +101,10 @@ def join_orders(parts: SequenceOf[Ints]) -> Ints:
     joined: list[Ints] = []
     num_before = 0
     for part in parts:
+        # All F of the parts before come first.
         joined.append(num_before + part)
-        num_before += part.shape[1]
+        _, num_chunks = part.shape
+        num_before += num_chunks
     return np.concatenate(joined, axis=1)
 
 
@@ -108,11 +120,14 @@ def overlap_orders(order: Ints, ends: SequenceOf[int]) -> Ints:
     own_parts = np.searchsorted(ends, places, side="right")
     part_ends = np.array(ends)[own_parts]
     num_left = part_ends - places
-    # In 1F1B the last B of a part have no F between them, one for each stage that comes after.
+    # In 1F1B the last B of a part have no F between them: as many as stages come after.
     ahead = _stages_after(num_stages)[:, None]
-    as_in_1f1b = np.minimum(places + 1 + ahead, num_chunks)
-    overlapped = np.maximum(order, as_in_1f1b)
-    return np.asarray(np.where(num_left <= ahead, overlapped, order))
+    in_1f1b = places + 1 + ahead
+    in_1f1b = np.minimum(in_1f1b, num_chunks)
+    overlapped = np.maximum(order, in_1f1b)
+    is_draining = num_left <= ahead
+    with_overlap: Ints = np.where(is_draining, overlapped, order)
+    return with_overlap
 
 
 def _chain_ends(chunks: Chunks) -> Ints:

@@ -87,17 +87,21 @@ def pack(
     """
     works = [work.between(0, slice_.length) for slice_ in shorts]
     weighed = list(zip(shorts, works, strict=True))
-    lacking = sum(max(0.0, target - tail.work) for tail in tails)
+    lacks = [target - tail.work for tail in tails]
+    lacking = sum(max(0.0, lack) for lack in lacks)
     # Negative if the tails lack more than there is.
     new_work = sum(works) - lacking
     in_full_bins = new_work / target
     fitting = ramp.within(in_full_bins)
-    num_full = math.ceil(in_full_bins - fitting.total - _ROUNDING)
+    besides_ramp = in_full_bins - fitting.total
+    num_full = math.ceil(besides_ramp - _ROUNDING)
     num_full = max(0, num_full)
     capacities = _capacities(new_work, fitting, num_full)
     bins = _pack_balanced(weighed, tails, target, capacities, max_tokens)
     num_tails = len(tails)
-    if len(bins) > num_tails + len(capacities):
+    wanted = num_tails + len(capacities)
+    if len(bins) > wanted:
+        # The token limit is what counts.
         fitted = _pack_first_fit(weighed, tails, max_tokens)
         if len(fitted) <= len(bins):
             return _in_parts_without_ramp(fitted, num_tails)
@@ -111,8 +115,8 @@ def _capacities(new_work: float, ramp: Ramp, num_full: int) -> list[float]:
     if not shares:
         return []
     total = ramp.total + num_full
-    full_work = new_work / total
-    return [full_work * share for share in shares]
+    work_of_full = new_work / total
+    return [work_of_full * share for share in shares]
 
 
 def _in_parts(bins: SequenceOf[Bin], num_tails: int, ramp: Ramp, num_full: int) -> Packing:
@@ -154,13 +158,20 @@ def _pack_balanced(
     """
     bins = [tail.copy() for tail in tails]
     bins += [Bin() for _ in capacities]
-    wanted = [target] * len(tails) + list(capacities)
+    wanted = [target] * len(tails)
+    wanted += capacities
     # Entries are how far a bin is above what is wanted, and its index: the first lacks most.
-    heap = [(each.work - wanted[index], index) for index, each in enumerate(bins)]
+    heap: list[tuple[float, int]] = []
+    for index, each in enumerate(bins):
+        above = each.work - wanted[index]
+        heap.append((above, index))
     heapq.heapify(heap)
     for slice_, seconds in shorts:
         without_room: list[tuple[float, int]] = []
-        while heap and not bins[heap[0][1]].has_room(slice_, max_tokens):
+        while heap:
+            _, index = heap[0]
+            if bins[index].has_room(slice_, max_tokens):
+                break
             entry = heapq.heappop(heap)
             without_room.append(entry)
         if heap:
@@ -169,8 +180,9 @@ def _pack_balanced(
             index = len(bins)
             bins.append(Bin())
             wanted.append(target)
-        bins[index].add(slice_, seconds)
-        above = bins[index].work - wanted[index]
+        chosen = bins[index]
+        chosen.add(slice_, seconds)
+        above = chosen.work - wanted[index]
         heapq.heappush(heap, (above, index))
         # A shorter slice may still fit in.
         for entry in without_room:

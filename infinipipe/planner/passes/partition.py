@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
 from infinipipe.aliases import Ints
 from infinipipe.costs import CostModel
 from infinipipe.errors import InfeasibleError
@@ -43,6 +41,12 @@ def balanced_costs(
     others_s = _others_s(costs)
     room = [_most_layers(costs, stage, limit) for stage, limit in enumerate(limits)]
     num_layers = profile.model.num_layers
+
+    def seconds_with_one_more(stage: int) -> tuple[float, int]:
+        seconds = (counts[stage] + 1) * layer_s + others_s[stage]
+        # Among equals the later stage.
+        return (seconds, -stage)
+
     for _ in range(num_layers - layout.num_stages):
         open_stages = [stage for stage, most in enumerate(room) if counts[stage] < most]
         if not open_stages:
@@ -51,32 +55,38 @@ def balanced_costs(
                 f"stages of {show_bytes(min(limits))}: parameters, gradients and optimizer state "
                 f"leave room for {sum(room)}; raise --stages or --memory"
             )
-        chosen = min(
-            open_stages, key=lambda stage: ((counts[stage] + 1) * layer_s + others_s[stage], -stage)
-        )
+        chosen = min(open_stages, key=seconds_with_one_more)
         counts[chosen] += 1
     return costs.with_stages(make_stages(counts))
 
 
 def make_stages(counts: SequenceOf[int]) -> tuple[Stage, ...]:
     """Return stages of so many layers each."""
-    firsts = np.cumsum([0, *counts]).tolist()
     last = len(counts) - 1
-    return tuple(
-        Stage(first_layer=firsts[stage], num_layers=count, embedding=stage == 0, head=stage == last)
-        for stage, count in enumerate(counts)
-    )
+    stages: list[Stage] = []
+    first_layer = 0
+    for number, count in enumerate(counts):
+        stage = Stage(
+            first_layer=first_layer,
+            num_layers=count,
+            embedding=number == 0,
+            head=number == last,
+        )
+        stages.append(stage)
+        first_layer += count
+    return tuple(stages)
 
 
 def _layer_s(costs: CostModel, lengths: Ints) -> float:
     """Return the seconds of F and B of one layer, for a chunk of sequences like these."""
     num_tokens = max(1, lengths.sum())
     # Float: the squares of many long sequences together would not fit into 64 bits.
-    pairs_per_token = float((lengths * (lengths + 1.0) / 2).sum() / num_tokens)
+    pairs = lengths * (lengths + 1.0) / 2
+    pairs_per_token = float(pairs.sum() / num_tokens)
     slices_per_token = float(len(lengths) / num_tokens)
-    pairs = round(_TYPICAL_TOKENS * pairs_per_token)
-    slices = round(_TYPICAL_TOKENS * slices_per_token)
-    return costs.layer_s(_TYPICAL_TOKENS, pairs, slices)
+    num_pairs = round(_TYPICAL_TOKENS * pairs_per_token)
+    num_slices = round(_TYPICAL_TOKENS * slices_per_token)
+    return costs.layer_s(_TYPICAL_TOKENS, num_pairs, num_slices)
 
 
 def _others_s(costs: CostModel) -> list[float]:
@@ -106,4 +116,5 @@ def _most_layers(costs: CostModel, stage_index: int, limit: int) -> int:
             f"optimizer state of one layer{embedding}{head}, but its limit is "
             f"{show_bytes(limit)}; raise --memory"
         )
-    return 1 + int((limit - least) // costs.static_bytes_per_layer)
+    num_more = (limit - least) // costs.static_bytes_per_layer
+    return 1 + int(num_more)

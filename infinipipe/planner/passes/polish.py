@@ -24,23 +24,24 @@ from infinipipe.planner.passes.recompute_program import (
 )
 from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
 
-# Iterations of HiGHS: many times what programs of the size that it is asked need.
+# Iterations of HiGHS at most. It is no clock, so that plans are the same on every machine.
 _MOST_ITERATIONS = 20_000
 # Integers up to which SCIP is asked, and its nodes: mostly some hundredths of a second, half a
 # second at most.
 _MOST_COUNTS = 60
 _MOST_NODES = 10
-# Chunks times stages that the local search simulates, give or take; few chunks are tried no more
-# often than the most, and many at least so often.
+# Chunks times stages that the local search simulates, give or take: so many tries as that allows,
+# within the two limits below.
 _EFFORT = 40_000
 _LEAST_TRIES = 8
 _MOST_TRIES = 60
-# How much of the local search's weights each simulation renews: some ten of them are remembered.
+# How much of the local search's weights each simulation renews: less remembers longer what was
+# critical, more follows sooner what is.
 _MEMORY = 0.1
 # What a second of recompute costs at least, in seconds of the makespan, so that nothing is
 # recomputed for nothing.
 _LEAST_WEIGHT = 0.02
-# The same, where no linear program has told.
+# What it is taken to cost to begin with where no linear program has told.
 _FIRST_WEIGHT = 0.3
 # Relative tolerance of the solvers; nobody looks for less.
 _CLOSE = 1e-6
@@ -94,17 +95,27 @@ def _solve(
     best = schedule
     if bound_s > 0:
         weights = relaxation.criticality
-        for rounded in (np.ceil(relaxation.counts - _CLOSE), np.floor(relaxation.counts + _CLOSE)):
+        prices = _prices(schedule, weights)
+        # What is an integer but for the solver's tolerance stays that integer.
+        up = np.ceil(relaxation.counts - _CLOSE)
+        down = np.floor(relaxation.counts + _CLOSE)
+        for rounded in (up, down):
             counts = rounded.astype(np.int64)
-            best = _faster(best, _refit(schedule, counts, _prices(schedule, weights)))
+            refitted = _refit(schedule, counts, prices)
+            best = _faster(best, refitted)
     best = _search(best, weights, bound_s)
     if program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
         solution = solve_integers(program, best, most_nodes)
         solver = "SCIP"
         status = solution.status
-        best = _faster(best, _refit(best, solution.counts, _prices(best, weights)))
+        prices = _prices(best, weights)
+        refitted = _refit(best, solution.counts, prices)
+        best = _faster(best, refitted)
         bound_s = max(bound_s, solution.bound_s)
-    gap = max(0.0, best.makespan_s / bound_s - 1) if bound_s > 0 else None
+    gap = None
+    if bound_s > 0:
+        over_bound = best.makespan_s / bound_s
+        gap = max(0.0, over_bound - 1)
     return best, Solved(solver, status, gap)
 
 
@@ -121,7 +132,9 @@ def _faster(best: Schedule, other: Schedule | None) -> Schedule:
 
 def _prices(schedule: Schedule, weights: Floats) -> Floats:
     """Return (stages, chunks) seconds of the makespan per recomputed layer."""
-    return np.asarray(schedule.chains.costs.recompute_s * (weights + _LEAST_WEIGHT))
+    recompute_s = schedule.chains.costs.recompute_s
+    prices: Floats = recompute_s * (weights + _LEAST_WEIGHT)
+    return prices
 
 
 def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
@@ -134,20 +147,23 @@ def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
         counts: (stages, chunks)
         prices: (stages, chunks) what a recomputed layer costs.
     """
+    problem = schedule.problem
     refitted = schedule.recompute.copy()
     changed = (counts != refitted).any(axis=1)
     for stage in np.flatnonzero(changed).tolist():
         memory = schedule.memories[stage]
-        limit = schedule.problem.pipeline.limits[stage]
-        raised = fit_recompute(memory, prices[stage], limit, counts[stage])
+        limit = problem.pipeline.limits[stage]
+        stage_prices = prices[stage]
+        raised = fit_recompute(memory, stage_prices, limit, counts[stage])
         if isinstance(raised, float):
             return None
-        refitted[stage] = _lower(memory, limit, raised, prices[stage])
-        if memory.during(refitted[stage]).max() > limit:
+        refitted[stage] = _lower(memory, limit, raised, stage_prices)
+        during = memory.during(refitted[stage])
+        if during.max() > limit:
             return None
     if (refitted == schedule.recompute).all():
         return None
-    simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, refitted)
+    simulated = simulate_schedule(problem, schedule.chains, schedule.memories, refitted)
     return replace(schedule, recompute=refitted, timeline=simulated.timeline)
 
 
@@ -159,11 +175,14 @@ def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Int
     backwards = memory.program.backward_places
     freed = memory.freed_per_layer_bytes
     slack = most - memory.during(counts)
-    for chunk in np.argsort(-prices, kind="stable").tolist():
+    dearest_first = np.argsort(-prices, kind="stable")
+    for chunk in dearest_first.tolist():
         if counts[chunk] == 0 or freed[chunk] <= 0:
             continue
+        # From its F to its B, both included.
         in_flight = slice(forwards[chunk], backwards[chunk] + 1)
-        room = slack[in_flight].min() // freed[chunk]
+        least_slack = slack[in_flight].min()
+        room = least_slack // freed[chunk]
         layers = int(min(counts[chunk], room))
         if layers <= 0:
             continue
@@ -178,22 +197,28 @@ def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Int
 
 
 def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
-    """Take a layer each from critical B, in various groups, and let other chunks make room for it.
+    """Recompute a layer less in each critical B of a group, and let other chunks make room for it.
 
     A group that helps is tried again. What a second of a chunk's recompute costs comes to be how
     often it was critical.
     """
     groups = _groups(weights.shape)
+    # A group that failed may help once weights have changed, so each may fail twice in a row.
+    most_failed = 2 * len(groups)
+    tries = _EFFORT // weights.size
+    tries = min(max(tries, _LEAST_TRIES), _MOST_TRIES)
     critical = _critical(best)
     number = 0
     num_failed = 0
-    tries = min(max(_EFFORT // weights.size, _LEAST_TRIES), _MOST_TRIES)
-    while tries and num_failed < 2 * len(groups) and not _is_proved(best, bound_s):
-        taken = groups[number] & critical & (best.recompute > 0)
+    while tries > 0 and num_failed < most_failed and not _is_proved(best, bound_s):
+        is_recomputed = best.recompute > 0
+        taken = groups[number] & critical & is_recomputed
         improved = False
         if taken.any():
             tries -= 1
-            other = _refit(best, best.recompute - taken, _prices(best, weights + critical))
+            counts = best.recompute - taken
+            prices = _prices(best, weights + critical)
+            other = _refit(best, counts, prices)
             if other is not None:
                 critical_then = _critical(other)
                 weights = (1 - _MEMORY) * weights + _MEMORY * critical_then
@@ -216,10 +241,13 @@ def _groups(shape: tuple[int, ...]) -> list[Bools]:
     """
     num_stages, num_chunks = shape
     stages = np.arange(num_stages)[:, None]
-    is_even = (stages + np.arange(num_chunks)) % 2 == 0
+    chunks = np.arange(num_chunks)
+    diagonals = stages + chunks
+    is_even = diagonals % 2 == 0
     groups = [np.ones_like(is_even), is_even, ~is_even]
     for stage in range(num_stages):
-        groups.append(np.broadcast_to(stages == stage, is_even.shape))
+        is_own = stages == stage
+        groups.append(np.broadcast_to(is_own, is_even.shape))
     return groups
 
 
@@ -230,6 +258,7 @@ def _critical(schedule: Schedule) -> Bools:
     this one waited for.
     """
     programs = schedule.programs
+    num_stages = len(programs)
     # Lists, because single elements of arrays are slow.
     transfer_s = schedule.chains.costs.transfer_s.tolist()
     ends_s = [end_s.tolist() for end_s in schedule.timeline.end_s]
@@ -240,7 +269,7 @@ def _critical(schedule: Schedule) -> Bools:
         Direction.UP: [program.backward_places.tolist() for program in programs],
     }
     critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
-    stage = max(range(len(ends_s)), key=lambda s: ends_s[s][-1])
+    stage = max(range(num_stages), key=lambda s: ends_s[s][-1])
     place = len(ends_s[stage]) - 1
     while place >= 0:
         direction = travels[stage][place]
@@ -248,9 +277,11 @@ def _critical(schedule: Schedule) -> Bools:
         if direction == Direction.UP:
             critical[stage, chunk] = True
         sender = stage - direction
-        if 0 <= sender < len(ends_s):
+        if 0 <= sender < num_stages:
+            # The op of the same kind and chunk on the stage before in that direction.
             sent = places[direction][sender][chunk]
-            arrival_s = ends_s[sender][sent] + transfer_s[chunk]
+            sent_s = ends_s[sender][sent]
+            arrival_s = sent_s + transfer_s[chunk]
             if place == 0 or arrival_s > ends_s[stage][place - 1]:
                 stage = sender
                 place = sent

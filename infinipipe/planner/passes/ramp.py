@@ -40,7 +40,9 @@ class Ramp:
     @property
     def total(self) -> float:
         """How many full chunks have as much work."""
-        return sum(self.up) + sum(self.down)
+        total_up = sum(self.up)
+        total_down = sum(self.down)
+        return total_up + total_down
 
     def within(self, most: float) -> Ramp:
         """Return a ramp of no more work than so many full chunks: the largest are left out."""
@@ -64,8 +66,9 @@ NO_RAMP = Ramp()
 def linear_ramp(num_stages: int) -> Ramp:
     """Return as many steps at each end as there are stages before the last."""
     steps = range(1, num_stages)
-    shares = tuple(step / num_stages for step in steps)
-    return Ramp(shares, shares[::-1])
+    up = tuple(step / num_stages for step in steps)
+    down = up[::-1]
+    return Ramp(up, down)
 
 
 def geometric_ramp(num_stages: int) -> Ramp:
@@ -75,8 +78,10 @@ def geometric_ramp(num_stages: int) -> Ramp:
     """
     if num_stages == 1:
         return NO_RAMP
-    up = _geometric_shares(1 + _GROWTH / num_stages)
-    down = _geometric_shares(1 + _SHRINKAGE / num_stages)
+    growth = _GROWTH / num_stages
+    shrinkage = _SHRINKAGE / num_stages
+    up = _geometric_shares(1 + growth)
+    down = _geometric_shares(1 + shrinkage)
     return Ramp(up, down[::-1])
 
 

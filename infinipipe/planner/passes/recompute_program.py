@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import highspy
@@ -28,8 +29,8 @@ from infinipipe.planner.passes.schedule import Schedule
 
 # Makespan of the given schedule in the program's unit of time.
 _UNITS = 1000.0
-# Chunks times stages, and non-zeros, up to which HiGHS is asked: mostly a tenth of a second, 0.3 s
-# at most.
+# Chunks times stages, and entries of the matrix, up to which HiGHS is asked: mostly a tenth of a
+# second, 0.3 s at most.
 _MOST_CELLS = 2500
 _MOST_ENTRIES = 50_000
 
@@ -63,7 +64,8 @@ class _Columns:
     @cached_property
     def num_columns(self) -> int:
         """Of all kinds: every cell has an F and a B."""
-        return self.num_counts + 2 * len(self.counted) + 1
+        num_ops = 2 * len(self.counted)
+        return self.num_counts + num_ops + 1
 
     @cached_property
     def _rank(self) -> Ints:
@@ -156,31 +158,43 @@ def _linear_program(
     pairs = _precedence(schedule)
     # One row a pair: after - before - recompute_s * count >= seconds of `before` + transfer.
     lasting_s, recompute_s, cells = _before_costs(schedule, pairs, columns.counted)
-    indices = np.stack(
-        [columns.starts(pairs.after), columns.starts(pairs.before), columns.counts(cells)], axis=1
-    )
+    after = columns.starts(pairs.after)
+    before = columns.starts(pairs.before)
+    counts = columns.counts(cells)
     ones = np.ones(len(cells))
-    values = np.stack([ones, -ones, -recompute_s / unit_s], axis=1)
-    used = values != 0
-    entries_per_row = used.sum(axis=1).tolist() + [len(row.freed) for row in memory_rows]
+    added = recompute_s / unit_s
+    pair_columns = np.stack([after, before, counts], axis=1)
+    pair_values = np.stack([ones, -ones, -added], axis=1)
+    # A first op without a count has no third entry.
+    used = pair_values != 0
+    indices = pair_columns[used]
+    values = pair_values[used]
     least = (lasting_s + pairs.transfer_s) / unit_s
+
+    memory_indices = [columns.counts(row.cells) for row in memory_rows]
+    memory_values = [row.freed for row in memory_rows]
+    memory_least = [row.least for row in memory_rows]
+    entries_per_row: list[int] = used.sum(axis=1).tolist()
+    entries_per_row += [len(freed) for freed in memory_values]
 
     linear = highspy.HighsLp()
     linear.num_col_ = columns.num_columns
     linear.num_row_ = len(entries_per_row)
     # The makespan is the last column, and all that costs.
-    linear.col_cost_ = np.append(np.zeros(columns.num_columns - 1), 1.0)
+    free = np.zeros(columns.num_columns - 1)
+    linear.col_cost_ = np.append(free, 1.0)
     linear.col_lower_ = np.zeros(columns.num_columns)
     num_times = columns.num_columns - columns.num_counts
     endless = np.full(num_times, highspy.kHighsInf)
-    linear.col_upper_ = np.append(_most_layers(schedule)[columns.counted], endless)
-    linear.row_lower_ = np.append(least, [row.least for row in memory_rows])
+    most_layers = _most_layers(schedule)[columns.counted]
+    linear.col_upper_ = np.append(most_layers, endless)
+    linear.row_lower_ = np.append(least, memory_least)
     linear.row_upper_ = np.full(linear.num_row_, highspy.kHighsInf)
-    linear.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    linear.a_matrix_.start_ = np.cumsum([0, *entries_per_row])
-    memory_indices = [columns.counts(row.cells) for row in memory_rows]
-    linear.a_matrix_.index_ = np.concatenate([indices[used], *memory_indices])
-    linear.a_matrix_.value_ = np.concatenate([values[used], *(row.freed for row in memory_rows)])
+    matrix = linear.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = np.cumsum([0, *entries_per_row])
+    matrix.index_ = np.concatenate([indices, *memory_indices])
+    matrix.value_ = np.concatenate([values, *memory_values])
     return linear
 
 
@@ -197,14 +211,21 @@ def _before_costs(
     layer adds (0 where it has no count), and its cell."""
     costs = schedule.chains.costs
     num_chunks = schedule.chains.num_chunks
-    cells_by_stage = [
-        stage * num_chunks + program.chunks for stage, program in enumerate(schedule.programs)
-    ]
-    cells = np.concatenate(cells_by_stage)[pairs.before]
-    forward = np.concatenate([program.is_forward for program in schedule.programs])[pairs.before]
-    lasting_s = np.where(forward, costs.forward_s.ravel()[cells], costs.backward_s.ravel()[cells])
+    # (ops,) of all stages.
+    is_forward: list[Bools] = []
+    op_cells: list[Ints] = []
+    for stage, program in enumerate(schedule.programs):
+        first_cell = stage * num_chunks
+        is_forward.append(program.is_forward)
+        op_cells.append(first_cell + program.chunks)
+    forward = np.concatenate(is_forward)[pairs.before]
+    cells = np.concatenate(op_cells)[pairs.before]
+    forward_s = costs.forward_s.ravel()[cells]
+    backward_s = costs.backward_s.ravel()[cells]
+    lasting_s = np.where(forward, forward_s, backward_s)
+    chunks = cells % num_chunks
     fixed = forward | ~counted[cells]
-    recompute_s = np.where(fixed, 0.0, costs.recompute_s[cells % num_chunks])
+    recompute_s = np.where(fixed, 0.0, costs.recompute_s[chunks])
     return lasting_s, recompute_s, cells
 
 
@@ -213,22 +234,32 @@ def _precedence(schedule: Schedule) -> _Precedence:
     num_stages = len(schedule.memories)
     num_chunks = len(transfer_s)
     num_ops = 2 * num_chunks
+    end = num_stages * num_ops
     # Every op waits for the one before it on its stage, and the end for the last one of each.
-    every_op = np.arange(num_stages * num_ops)
+    every_op = np.arange(end)
     is_last = every_op % num_ops == num_ops - 1
+    following = np.where(is_last, end, every_op + 1)
     before = [every_op]
-    after = [np.where(is_last, num_stages * num_ops, every_op + 1)]
+    after = [following]
     # F waits for F of the same chunk on the stage before, and B for B on the stage after.
-    forwards = [s * num_ops + p.forward_places for s, p in enumerate(schedule.programs)]
-    backwards = [s * num_ops + p.backward_places for s, p in enumerate(schedule.programs)]
-    for visited in (np.concatenate(forwards), np.concatenate(backwards[::-1])):
+    forwards: list[Ints] = []
+    backwards: list[Ints] = []
+    for stage, program in enumerate(schedule.programs):
+        first_op = stage * num_ops
+        forwards.append(first_op + program.forward_places)
+        backwards.append(first_op + program.backward_places)
+    down = np.concatenate(forwards)
+    up = np.concatenate(backwards[::-1])
+    for visited in (down, up):
         before.append(visited[:-num_chunks])
         after.append(visited[num_chunks:])
-    num_transfers = 2 * (num_stages - 1)
+    num_hops = 2 * (num_stages - 1)
+    no_transfer = np.zeros(len(every_op))
+    transfers = np.tile(transfer_s, num_hops)
     return _Precedence(
         before=np.concatenate(before),
         after=np.concatenate(after),
-        transfer_s=np.append(np.zeros(len(every_op)), np.tile(transfer_s, num_transfers)),
+        transfer_s=np.append(no_transfer, transfers),
     )
 
 
@@ -238,14 +269,15 @@ def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
     limits = schedule.problem.pipeline.limits
     rows = []
     for stage, memory in enumerate(schedule.memories):
+        first_cell = stage * num_chunks
         for chunks, freed, least in _stage_rows(memory, limits[stage]):
-            rows.append(_MemoryRow(stage * num_chunks + chunks, freed, least))
+            cells = first_cell + chunks
+            rows.append(_MemoryRow(cells, freed, least))
     return rows
 
 
 def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats, float]]:
-    """Yield chunks in flight, what a layer of each frees, and what they have to free, in layers of
-    the largest.
+    """Yield the rows of one stage as those of `_MemoryRow`, but for chunks, not cells.
 
     What an op needs while it runs depends on its own chunk's count, and is convex in it: a row for
     each slope.
@@ -253,24 +285,30 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
     program = memory.program
     missing = _missing_without_recompute(memory, limit)
     transient = _transient_by_count(memory)
-    is_forward = program.is_forward
     # After an F there is at least as much in flight. Where more is missing then, its own row adds
     # next to nothing.
     needed = missing + transient[:, 0]
     needed_next = np.append(needed[1:], -np.inf)
-    covered = is_forward & (needed <= needed_next)
-    may_be_tight = missing + transient.max(axis=1) > 0
-    for op in np.flatnonzero(~covered & may_be_tight).tolist():
+    covered = program.is_forward & (needed <= needed_next)
+    most_needed = missing + transient.max(axis=1)
+    may_be_tight = ~covered & (most_needed > 0)
+    frees = memory.freed_per_layer_bytes > 0
+    for op in np.flatnonzero(may_be_tight).tolist():
         begun = program.forward_places <= op
         not_ended = program.backward_places >= op
-        in_flight = np.flatnonzero(begun & not_ended & (memory.freed_per_layer_bytes > 0))
+        in_flight = np.flatnonzero(begun & not_ended & frees)
+        freed_per_layer = memory.freed_per_layer_bytes[in_flight]
         is_own = in_flight == program.chunks[op]
         slopes = np.diff(transient[op])
+        # The first slope, and each one that is steeper than the one before.
         changes = np.diff(slopes, prepend=-np.inf)
         for count in np.flatnonzero(changes > SPARE_BYTES).tolist():
             slope = slopes[count]
-            freed = memory.freed_per_layer_bytes[in_flight] - slope * is_own
-            least = float(missing[op] + transient[op, count] - slope * count)
+            # A layer more of the op's own chunk also makes it need `slope` more.
+            freed = freed_per_layer - slope * is_own
+            needed_then = missing[op] + transient[op, count]
+            at_no_count = needed_then - slope * count
+            least = float(at_no_count)
             largest = freed.max(initial=0.0)
             if least > 0 and largest > 0:
                 yield in_flight, freed / largest, least / largest
@@ -278,25 +316,33 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
 
 def _missing_without_recompute(memory: StageMemory, limit: int) -> Floats:
     """(ops,) bytes over the limit, without what depends on the op's own count."""
-    backward = memory.program.is_backward
-    kept = memory.activation_bytes[memory.program.chunks]
-    held = np.cumsum(np.where(backward, -kept, kept))
-    return np.asarray(memory.fixed_bytes + held + np.where(backward, kept, 0.0) - limit)
+    program = memory.program
+    backward = program.is_backward
+    kept = memory.activation_bytes[program.chunks]
+    change = np.where(backward, -kept, kept)
+    held = np.cumsum(change)
+    # While B runs, its chunk is still there.
+    own = np.where(backward, kept, 0.0)
+    needed = memory.fixed_bytes + held + own
+    missing: Floats = needed - limit
+    return missing
 
 
 def _transient_by_count(memory: StageMemory) -> Floats:
     """(ops, layers + 1) what an op needs besides while it runs, by its chunk's count."""
     chunks = memory.program.chunks
     backward = memory.program.is_backward
-    transient = np.zeros((len(chunks), memory.num_layers + 1))
-    all_layers = np.where(
-        backward, memory.freed_per_layer_bytes[chunks], memory.recompute_transient_bytes[chunks]
-    )
+    counts = range(memory.num_layers + 1)
+    transient = np.zeros((len(chunks), len(counts)))
+    # But for gradients of K and V, only recomputing all layers takes more.
+    in_forward = memory.recompute_transient_bytes[chunks]
+    in_backward = memory.freed_per_layer_bytes[chunks]
+    all_layers = np.where(backward, in_backward, in_forward)
     transient[:, -1] = all_layers
-    brings_gradients = backward & (memory.slot_gradient_bytes[chunks] > 0)
+    gradients = memory.slot_gradient_bytes[chunks]
+    brings_gradients = backward & (gradients > 0)
     for op in np.flatnonzero(brings_gradients).tolist():
         chunk = int(chunks[op])
-        counts = range(memory.num_layers + 1)
         transient[op] = [memory.layers_transient(chunk, count) for count in counts]
     return transient
 
@@ -317,14 +363,17 @@ def solve_relaxed(program: RecomputeProgram, most_iterations: int) -> Relaxation
         return Relaxation(status, 0.0, counts, criticality)
     solution = solver.getSolution()
     counts[counted] = solution.col_value[: program.num_counts]
-    # The dual of a pair's row is what a second more between the two adds to the makespan.
+    # The dual of a pair's row is what a second more between the two adds to the makespan. An op
+    # that takes longer delays all that wait for it.
     before = _precedence(program.schedule).before
-    through = np.bincount(before, weights=solution.row_dual[: len(before)])
-    through = through.reshape(len(counted), -1)
+    duals = solution.row_dual[: len(before)]
+    through = np.bincount(before, weights=duals)
+    by_stage = through.reshape(len(counted), -1)
     for stage, stage_program in enumerate(program.schedule.programs):
-        criticality[stage] = through[stage][stage_program.backward_places]
-    bound_s = float(solver.getObjectiveValue()) * program.unit_s
-    return Relaxation(status, bound_s, counts, criticality)
+        backwards = stage_program.backward_places
+        criticality[stage] = by_stage[stage][backwards]
+    makespan = float(solver.getObjectiveValue())
+    return Relaxation(status, makespan * program.unit_s, counts, criticality)
 
 
 def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) -> IntegerSolution:
@@ -339,36 +388,45 @@ def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) 
     model.setParam("randomization/randomseedshift", 0)
     linear = program.linear
     num_counts = program.num_counts
-    kinds = "I" * num_counts + "C" * (linear.num_col_ - num_counts)
-    uppers = linear.col_upper_
-    columns = [model.addVar(vtype=kind, ub=most) for kind, most in zip(kinds, uppers, strict=True)]
+    num_times = linear.num_col_ - num_counts
+    kinds = "I" * num_counts + "C" * num_times
+    columns = []
+    for kind, most in zip(kinds, linear.col_upper_, strict=True):
+        columns.append(model.addVar(vtype=kind, ub=most))
     matrix = linear.a_matrix_
-    entries = zip(matrix.value_, matrix.index_, strict=True)
-    terms = [value * columns[index] for value, index in entries]
-    starts = matrix.start_
-    for least, first, last in zip(linear.row_lower_, starts[:-1], starts[1:], strict=True):
-        model.addCons(quicksum(terms[first:last]) >= least)
+    terms = []
+    for value, index in zip(matrix.value_, matrix.index_, strict=True):
+        terms.append(value * columns[index])
+    bounds = pairwise(matrix.start_)
+    for least, (first, last) in zip(linear.row_lower_, bounds, strict=True):
+        row = quicksum(terms[first:last])
+        model.addCons(row >= least)
     model.setObjective(columns[-1], "minimize")
 
     solution = model.createSol()
-    for column, value in zip(columns, _column_values(program, start), strict=True):
+    values = _column_values(program, start)
+    for column, value in zip(columns, values, strict=True):
         model.setSolVal(solution, column, value)
     model.addSol(solution)
     model.optimize()
     status = str(model.getStatus())
     counts = start.recompute.copy()
-    if not model.getNSols():
+    if model.getNSols() == 0:
         return IntegerSolution(status, 0.0, counts)
     best = model.getBestSol()
-    counts[program.counted] = [round(model.getSolVal(best, c)) for c in columns[:num_counts]]
+    values = [model.getSolVal(best, column) for column in columns[:num_counts]]
+    # Integers, but for SCIP's tolerance.
+    counts[program.counted] = [round(value) for value in values]
     bound = max(0.0, float(model.getDualbound()))
     return IntegerSolution(status, bound * program.unit_s, counts)
 
 
 def _column_values(program: RecomputeProgram, schedule: Schedule) -> list[float]:
     """Return what a schedule of the program's order is in its columns."""
-    seconds = np.append(np.concatenate(schedule.timeline.start_s), schedule.makespan_s)
+    starts_s = np.concatenate(schedule.timeline.start_s)
+    seconds = np.append(starts_s, schedule.makespan_s)
     times = seconds / program.unit_s
-    values = np.append(schedule.recompute[program.counted], times)
-    found: list[float] = values.tolist()
-    return found
+    counts = schedule.recompute[program.counted]
+    values = np.append(counts, times)
+    numbers: list[float] = values.tolist()
+    return numbers

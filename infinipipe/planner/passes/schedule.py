@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinipipe.aliases import Ints
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs import CostedChunks, PackedProgram, StageMemory, Timeline, simulate
 from infinipipe.ir import Replica, Search, StagePrediction
 from infinipipe.planner.passes.chunking import Chunks
@@ -30,6 +30,7 @@ class CostedChains:
         return len(self.chunks.chunks)
 
 
+# What a schedule says that no search has named yet.
 _BY_HAND = Search(winner="by hand")
 
 
@@ -60,7 +61,11 @@ class Schedule:
     def forwards_before(self) -> Ints:
         """(stages, chunks) how many F come before each B, in the order of B."""
         num_earlier = np.arange(self.chains.num_chunks)
-        rows = [np.flatnonzero(program.is_backward) - num_earlier for program in self.programs]
+        rows: list[Ints] = []
+        for program in self.programs:
+            # Before each B stand all earlier B, and F.
+            places = np.flatnonzero(program.is_backward)
+            rows.append(places - num_earlier)
         return np.array(rows)
 
     def won_by(self, winner: str) -> Schedule:
@@ -93,7 +98,9 @@ def is_better(result: Result, incumbent: Result) -> bool:
 
 def price_chains(problem: Problem, chunks: Chunks) -> CostedChains:
     """Price chunks on every stage."""
-    return CostedChains(chunks, problem.pipeline.costs.price(chunks.chunks, problem.sequences))
+    costs = problem.pipeline.costs
+    priced = costs.price(chunks.chunks, problem.sequences)
+    return CostedChains(chunks, priced)
 
 
 def order_memories(
@@ -108,24 +115,27 @@ def order_memories(
     """
     costs = problem.pipeline.costs
     backwards = backward_order(chains.chunks)
-    programs = [PackedProgram.interleave(row, backwards) for row in forwards_before]
-    return tuple(
-        costs.memory(stage, chains.costs, program) for stage, program in enumerate(programs)
-    )
+    memories: list[StageMemory] = []
+    for stage, row in enumerate(forwards_before):
+        program = PackedProgram.interleave(row, backwards)
+        memories.append(costs.memory(stage, chains.costs, program))
+    return tuple(memories)
 
 
 def fit_schedule(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
 ) -> Result:
     """Choose recompute counts for given programs and simulate them."""
-    limits = problem.pipeline.limits
-    rows = []
+    recompute_s = chains.costs.recompute_s
+    rows: list[Ints] = []
     for stage, memory in enumerate(memories):
-        counts = fit_recompute(memory, chains.costs.recompute_s, limits[stage])
+        limit = problem.pipeline.limits[stage]
+        counts = fit_recompute(memory, recompute_s, limit)
         if isinstance(counts, float):
-            return Shortage(stage, counts, limits[stage])
+            return Shortage(stage, counts, limit)
         rows.append(counts)
-    return simulate_schedule(problem, chains, memories, np.array(rows, dtype=np.int64))
+    recompute = np.array(rows, dtype=np.int64)
+    return simulate_schedule(problem, chains, memories, recompute)
 
 
 def fixed_schedule(
@@ -135,7 +145,8 @@ def fixed_schedule(
     shortages = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
-        most = float(memory.during(recompute[stage]).max())
+        during = memory.during(recompute[stage])
+        most = float(during.max())
         if most > limit:
             shortages.append(Shortage(stage, most, limit))
     if shortages:
@@ -147,11 +158,12 @@ def simulate_schedule(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
 ) -> Schedule:
     """Simulate given programs with given recompute counts."""
+    costs = problem.pipeline.costs
     programs = [memory.program for memory in memories]
-    seconds = [
-        problem.pipeline.costs.op_seconds(stage, chains.costs, program, recompute[stage])
-        for stage, program in enumerate(programs)
-    ]
+    seconds: list[Floats] = []
+    for stage, program in enumerate(programs):
+        counts = recompute[stage]
+        seconds.append(costs.op_seconds(stage, chains.costs, program, counts))
     timeline = simulate(programs, seconds, chains.costs.transfer_s)
     return Schedule(problem, chains, tuple(memories), recompute, timeline)
 
@@ -165,14 +177,18 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
     costs = chains.costs
     first = 0
     last = int(backward_order(chains.chunks)[-1])
-    down_s = costs.forward_s[:-1, first] + costs.transfer_s[first]
-    up_s = costs.backward_s[:-1, last] + costs.transfer_s[last]
+    forward_s = costs.forward_s[:-1, first]
+    backward_s = costs.backward_s[:-1, last]
+    down_s = np.cumsum(forward_s + costs.transfer_s[first])
+    up_s = np.cumsum(backward_s + costs.transfer_s[last])
     work_s = costs.work_s
     if recompute is not None:
         work_s = work_s + recompute @ costs.recompute_s
-    waits_s = np.concatenate([[0.0], np.cumsum(down_s)])
-    drains_s = np.concatenate([[0.0], np.cumsum(up_s)])
-    return float((waits_s + work_s + drains_s).max())
+    # The first stage neither waits nor drains.
+    waits_s = np.concatenate([[0.0], down_s])
+    drains_s = np.concatenate([[0.0], up_s])
+    least_s = waits_s + work_s + drains_s
+    return float(least_s.max())
 
 
 def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
@@ -208,9 +224,11 @@ def make_replica(schedule: Schedule) -> Replica:
 def _predict_stage(schedule: Schedule, stage: int) -> StagePrediction:
     recompute = schedule.recompute[stage]
     busy_s = schedule.timeline.busy_s(stage)
+    recompute_s = recompute @ schedule.chains.costs.recompute_s
+    during = schedule.memories[stage].during(recompute)
     return StagePrediction(
         busy_s=busy_s,
-        recompute_s=float(recompute @ schedule.chains.costs.recompute_s),
+        recompute_s=float(recompute_s),
         bubble_s=max(0.0, schedule.makespan_s - busy_s),
-        peak_bytes=round(schedule.memories[stage].during(recompute).max()),
+        peak_bytes=round(during.max()),
     )

@@ -1,5 +1,6 @@
-"""Rivals, each with the best of its own static settings for the step: chunk sizes and one recompute
-rule.
+"""Rivals: published schedules, each with the best of its own settings for the step.
+
+Settings are sizes of chunks and one recompute rule for all chunks.
 
 They go through the same prices, memory and simulator as every policy. GPipe, 1F1B and Seq1F1B train
 on micro-batches of one fixed shape, which has to hold the longest sequence of all steps
@@ -39,12 +40,13 @@ TOKENS = Work(s_per_token=1.0, s_per_pair=0.0, s_per_slice=0.0)
 """Work as systems count it that balance tokens."""
 
 _WINDOWS: tuple[Window, ...] = ("adaptive", "uniform")
-# Sizes that are tried: parts of a step or of a micro-batch, up to more than have been best for any,
-# each the root of two smaller than the one before, which misses the best by little.
+# Parts of a step or of a micro-batch up to which sizes are tried: more cost more planning.
 _MOST_PARTS = 1024
+# How many times smaller each size is than the one before: finer steps come closer to the best and
+# take more simulations.
 _STEP = math.sqrt(2)
-# Parts of a stage's layers that are tried as the one recompute count of all its chunks: users of
-# these systems set no finer.
+# Parts of a stage's layers that are tried as the one recompute count of all its chunks; finer ones
+# take more simulations.
 _RECOMPUTED_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -69,35 +71,40 @@ class _Setting(NamedTuple):
 def plan_gpipe(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """GPipe (Huang et al. 2019): whole sequences packed by tokens; all F, then all B, in as many
     rounds as needed."""
-    return _best(problem, "gpipe", _flushed(problem, _packed(problem)), incumbent)
+    settings = _flushed(problem, _packed(problem))
+    return _best(problem, "gpipe", settings, incumbent)
 
 
 def plan_1f1b(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """1F1B as in DAPPLE (Fan et al. 2020): whole sequences packed by tokens, F and B alternate."""
-    return _best(problem, "1f1b", _windowed(problem, _packed(problem)), incumbent)
+    settings = _windowed(problem, _packed(problem))
+    return _best(problem, "1f1b", settings, incumbent)
 
 
 def plan_terapipe(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """TeraPipe (Li et al. 2021): slices of equal time, which is what its dynamic program finds; all
     F, then all B."""
     cuts = _cuts(problem, problem.pipeline.costs.work)
-    return _best(problem, "terapipe", _flushed(problem, cuts), incumbent)
+    settings = _flushed(problem, cuts)
+    return _best(problem, "terapipe", settings, incumbent)
 
 
 def plan_seq1f1b(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """Seq1F1B (Ao et al. 2024): packed micro-batches of k slices of equal length, last in first
     out."""
-    cuts = _sliced_micro_batches(problem)
-    return _best(problem, "seq1f1b", _windowed(problem, cuts), incumbent)
+    settings = _windowed(problem, _sliced_micro_batches(problem))
+    return _best(problem, "seq1f1b", settings, incumbent)
 
 
 def plan_chunkflow(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """ChunkFlow (Yuan et al. 2025): chunks of one size; only the last K of a sequence keep their
     activations."""
-    return _best(problem, "chunkflow", _chunkflow(problem), incumbent)
+    settings = _chunkflow(problem)
+    return _best(problem, "chunkflow", settings, incumbent)
 
 
 def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result) -> Result:
+    """Return the best schedule of all settings, or the incumbent if none is better."""
     best = incumbent
     for setting in settings:
         if not cannot_beat(best, setting.chains):
@@ -107,17 +114,19 @@ def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent
 
 def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Result) -> Result:
     """Return the schedule of a setting with the least recompute that fits, if it is better."""
-    memories = order_memories(problem, setting.chains, setting.order)
+    chains = setting.chains
+    memories = order_memories(problem, chains, setting.order)
     for recomputed, counts in setting.recompute:
-        if cannot_beat(best, setting.chains, counts):
+        if cannot_beat(best, chains, counts):
             break
-        result = fixed_schedule(problem, setting.chains, memories, counts)
+        result = fixed_schedule(problem, chains, memories, counts)
         if isinstance(result, Schedule):
-            result = result.won_by(f"{policy}: {setting.name}, {recomputed}")
+            # The first that fits recomputes least.
+            winner = f"{policy}: {setting.name}, {recomputed}"
+            result = result.won_by(winner)
+            return result if is_better(result, best) else best
         if is_better(result, best):
             best = result
-        if isinstance(result, Schedule):
-            break
     return best
 
 
@@ -130,8 +139,9 @@ def _packed(problem: Problem) -> Iterator[_Cut]:
         return iter(())
 
     def cut(size: float) -> Chunks:
-        max_tokens = min(most, max(int(size), context))
-        return cut_chunks(problem, TOKENS, max(size, context), max_tokens)
+        target = max(size, context)
+        max_tokens = min(most, int(target))
+        return cut_chunks(problem, TOKENS, target, max_tokens)
 
     return _smaller_and_smaller(problem, cut)
 
@@ -139,11 +149,13 @@ def _packed(problem: Problem) -> Iterator[_Cut]:
 def _cuts(problem: Problem, work: Work) -> Iterator[_Cut]:
     """Yield slices of equal work, and short sequences packed to as much."""
     most = problem.pipeline.costs.max_chunk_tokens
-    total = float(work.whole(problem.lengths).sum())
+    works = work.whole(problem.lengths)
+    total = float(works.sum())
     num_tokens = int(problem.lengths.sum())
 
     def cut(size: float) -> Chunks:
-        return cut_chunks(problem, work, size * total / num_tokens, most)
+        target = size * total / num_tokens
+        return cut_chunks(problem, work, target, most)
 
     return _smaller_and_smaller(problem, cut)
 
@@ -153,11 +165,13 @@ def _smaller_and_smaller(problem: Problem, cut: Callable[[float], Chunks]) -> It
     num_tokens = int(problem.lengths.sum())
     seen: set[Chunks] = set()
     for power in range(_num_sizes(num_tokens)):
-        size = max(1.0, num_tokens / _STEP**power)
+        size = num_tokens / _STEP**power
+        size = max(1.0, size)
         chunks = cut(size)
         if chunks not in seen:
             seen.add(chunks)
-            yield _Cut(f"chunks of {size:.0f} tokens", price_chains(problem, chunks))
+            name = f"chunks of {size:.0f} tokens"
+            yield _Cut(name, price_chains(problem, chunks))
 
 
 def _sliced_micro_batches(problem: Problem) -> Iterator[_Cut]:
@@ -167,20 +181,26 @@ def _sliced_micro_batches(problem: Problem) -> Iterator[_Cut]:
     seen: set[Chunks] = set()
     for power in range(_num_sizes(context)):
         count = round(_STEP**power)
-        slices = cut_chunks(problem, TOKENS, context / count, most)
+        target = context / count
+        slices = cut_chunks(problem, TOKENS, target, most)
         chunks = _micro_batches(slices, count)
         if chunks not in seen:
             seen.add(chunks)
-            yield _Cut(f"{count} slices of a micro-batch", price_chains(problem, chunks))
+            name = f"{count} slices of a micro-batch"
+            yield _Cut(name, price_chains(problem, chunks))
 
 
 def _num_sizes(num_tokens: int) -> int:
     """Return how many sizes there are from all tokens to one, or to the most parts."""
-    return 1 + math.ceil(math.log(min(num_tokens, _MOST_PARTS), _STEP))
+    most_parts = min(num_tokens, _MOST_PARTS)
+    num_steps = math.log(most_parts, _STEP)
+    return 1 + math.ceil(num_steps)
 
 
 def _context_tokens(problem: Problem) -> int:
-    return max(problem.pipeline.context_tokens, int(problem.lengths.max()))
+    """Return the tokens of a micro-batch: no less than any sequence has."""
+    longest = int(problem.lengths.max())
+    return max(problem.pipeline.context_tokens, longest)
 
 
 def _windowed(problem: Problem, cuts: Iterable[_Cut]) -> Iterator[_Setting]:
@@ -197,7 +217,8 @@ def _flushed(problem: Problem, cuts: Iterable[_Cut]) -> Iterator[_Setting]:
     for name, chains in cuts:
         counts = _static_counts(problem, chains)
         rounds = 1
-        while rounds <= len(chains.chunks.chains):
+        most_rounds = len(chains.chunks.chains)
+        while rounds <= most_rounds:
             order = flushed_order(chains.chunks, num_stages, rounds)
             yield _Setting(f"{name}, {rounds} rounds", chains, order, counts)
             rounds *= 2
@@ -206,25 +227,45 @@ def _flushed(problem: Problem, cuts: Iterable[_Cut]) -> Iterator[_Setting]:
 def _chunkflow(problem: Problem) -> Iterator[_Setting]:
     """All layers recomputed but in the last K chunks of each chain."""
     num_stages = problem.pipeline.num_stages
-    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
     for name, chains in _cuts(problem, TOKENS):
-        sizes = np.repeat(chains.chunks.chains, chains.chunks.chains)
-        # How many chunks of its chain come from each chunk on.
-        from_here = np.array(chains.chunks.chain_ends) - np.arange(len(sizes))
-        recompute = []
-        for kept in _kept_counts(int(sizes.max())):
-            is_dropped = from_here > kept
-            recompute.append((f"K = {kept}", layers * is_dropped[None, :]))
-        recompute.append(("K = 0", np.repeat(layers, len(sizes), axis=1)))
+        recompute = _chunkflow_counts(problem, chains.chunks)
         for window in _WINDOWS:
             order = windowed_order(chains.chunks, num_stages, window, depth=num_stages)
             yield _Setting(f"{name}, {window} window", chains, order, recompute)
 
 
+def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]]:
+    """Return what is recomputed for each K, from the largest K to none."""
+    layers = _stage_layers(problem)
+    sizes = np.array(chunks.chains)
+    num_chunks = len(chunks.chunks)
+    # How many chunks of its chain come from each chunk on.
+    ends = np.array(chunks.chain_ends)
+    from_here = ends - np.arange(num_chunks)
+    recompute = []
+    for kept in _kept_counts(int(sizes.max())):
+        is_dropped = from_here > kept
+        counts = layers * is_dropped
+        recompute.append((f"K = {kept}", counts))
+    everything = np.repeat(layers, num_chunks, axis=1)
+    recompute.append(("K = 0", everything))
+    return recompute
+
+
+def _stage_layers(problem: Problem) -> Ints:
+    """Return the layers of each stage; shape (stages, 1)."""
+    layers = [stage.num_layers for stage in problem.pipeline.stages]
+    return np.array(layers)[:, None]
+
+
 def _kept_counts(longest: int) -> list[int]:
     """Return the K that are tried for chains of at most so many chunks, the largest first."""
-    powers = {1 << power for power in range(longest.bit_length())}
-    return sorted(powers | {longest}, reverse=True)
+    counts = {longest}
+    power = 1
+    while power < longest:
+        counts.add(power)
+        power *= 2
+    return sorted(counts, reverse=True)
 
 
 def _micro_batches(chunks: Chunks, count: int) -> Chunks:
@@ -247,10 +288,11 @@ def _micro_batches(chunks: Chunks, count: int) -> Chunks:
 
 def _static_counts(problem: Problem, chains: CostedChains) -> list[tuple[str, Ints]]:
     """Return one count for all chunks, from no layer to all of a stage's."""
-    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
+    layers = _stage_layers(problem)
     choices = []
     for part in _RECOMPUTED_PARTS:
-        counts = np.ceil(part * layers).astype(np.int64)
+        counts = np.ceil(part * layers)
+        counts = counts.astype(np.int64)
         everywhere = np.repeat(counts, chains.num_chunks, axis=1)
         choices.append((f"{part:.0%} of layers recomputed", everywhere))
     return choices

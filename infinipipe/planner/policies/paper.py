@@ -42,17 +42,17 @@ from infinipipe.planner.passes.schedule import (
     simulate_schedule,
 )
 from infinipipe.planner.policies.tied_recompute import (
+    TiedSolution,
     diagonal_counts,
     solve_diagonals,
     sweep_diagonals,
 )
 from infinipipe.planner.problem import Problem
 
-# K that are tried: each some 1.3 to 1.5 times the one before, which brackets the best closely
-# enough, and up to more slices than have been best for any batch.
+# K that are tried. Closer ones come nearer to the best and take longer to plan.
 _SLICE_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-# Where groups may end, at most, as the dynamic program takes the square of it; the paper finds that
-# two groups are typical.
+# Where groups may end, at most: the dynamic program takes the square of it. The paper finds at most
+# two groups typical.
 _MOST_GROUP_ENDS = 8
 
 Chain = tuple[Chunk, ...]
@@ -83,7 +83,8 @@ def plan_paper(problem: Problem, incumbent: Result = NOTHING) -> Result:
             continue
         result, groups = _plan_chains(problem, chains)
         if isinstance(result, Schedule):
-            result = result.won_by(f"paper: K = {number}, {len(groups)} groups")
+            winner = f"paper: K = {number}, {len(groups)} groups"
+            result = result.won_by(winner)
         if is_better(result, own):
             own = result
             own_groups = groups
@@ -98,9 +99,11 @@ def _plan_chains(problem: Problem, chains: list[Chain]) -> tuple[Result, list[_G
     If they do not fit together, leave room for what the next one receives.
     """
     pipeline = problem.pipeline
-    most_tokens = max(chunk.num_tokens for chain in chains for chunk in chain)
+    chunks = _join(chains).chunks
+    most_tokens = max(chunk.num_tokens for chunk in chunks)
     coming = pipeline.costs.boundary_bytes(most_tokens)
-    tighter = replace(pipeline, limits=tuple(limit - coming for limit in pipeline.limits))
+    limits = [limit - coming for limit in pipeline.limits]
+    tighter = replace(pipeline, limits=tuple(limits))
     result: Result = NOTHING
     groups: list[_Group] = []
     for within in (pipeline, tighter):
@@ -127,40 +130,57 @@ def _can_gain(schedule: Schedule, incumbent: Result) -> bool:
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
     """Algorithm 1, "workload-balanced sequence chunking": return chains, longest first."""
     members = problem.longest_first()
-    lengths = {member: problem.sequences[member].length for member in members}
-    longest = lengths[members[0]]
-    mesh = _mesh(work, longest, number, problem.pipeline.costs.max_chunk_tokens)
+    longest = problem.sequences[members[0]].length
+    most = problem.pipeline.costs.max_chunk_tokens
+    mesh = _mesh(work, longest, number, most)
     # Steps 1 and 2: long sequences are cut at the mesh; a tail begins a bucket.
     heads: list[list[Slice]] = []
     buckets: list[Bin] = []
     shorts: list[Slice] = []
     for member in members:
-        length = lengths[member]
+        length = problem.sequences[member].length
         if length <= mesh[1]:
             shorts.append(Slice(member, 0, length))
             continue
-        bounds = [*(bound for bound in mesh if bound < length), length]
-        slices = [Slice(member, start, stop - start) for start, stop in pairwise(bounds)]
+        bounds = [bound for bound in mesh if bound < length]
+        slices = _slices(member, [*bounds, length])
         tail = slices.pop()
         heads.append(slices)
-        buckets.append(Bin(work.between(tail.start, tail.stop), tail.length, [tail]))
+        tail_work = work.between(tail.start, tail.stop)
+        buckets.append(Bin(tail_work, tail.length, [tail]))
+    most_work = work.between(0, mesh[1])
     most_tokens = max(stop - start for start, stop in pairwise(mesh))
-    _fill_buckets(work, shorts, buckets, work.between(0, mesh[1]), most_tokens)
+    _fill_buckets(work, shorts, buckets, most_work, most_tokens)
 
     chains: list[Chain] = []
-    for index, bucket in enumerate(buckets):
-        slices = heads[index] if index < len(heads) else []
-        chains.append((*(Chunk((head,)) for head in slices), bucket.chunk))
+    # Buckets that only short sequences opened come last, and have no heads.
+    num_opened = len(buckets) - len(heads)
+    heads += [[] for _ in range(num_opened)]
+    for slices, bucket in zip(heads, buckets, strict=True):
+        chunks = [Chunk((head,)) for head in slices]
+        chains.append((*chunks, bucket.chunk))
     return sorted(chains, key=len, reverse=True)
+
+
+def _slices(sequence: int, bounds: SequenceOf[int]) -> list[Slice]:
+    slices: list[Slice] = []
+    for start, stop in pairwise(bounds):
+        length = stop - start
+        slices.append(Slice(sequence, start, length))
+    return slices
 
 
 def _mesh(work: Work, longest: int, number: int, most_tokens: int) -> list[int]:
     """Return boundaries of equal work: b_i solves a1 b^2 + a2 b = (i / K) (a1 n^2 + a2 n)."""
-    number = max(number, -(-longest // most_tokens))
+    least_number = -(-longest // most_tokens)
+    number = max(number, least_number)
     bare = replace(work, s_per_slice=0.0)
     total = bare.between(0, longest)
-    inner = [round(bare.reach(0, total * i / number)) for i in range(1, number)]
-    mesh = sorted({0, longest, *inner})
+    bounds = {0, longest}
+    for i in range(1, number):
+        reach = bare.reach(0, total * i / number)
+        bounds.add(round(reach))
+    mesh = sorted(bounds)
     # The first slice has the most tokens, because it has the least attention.
     if mesh[1] > most_tokens:
         return _mesh(work, longest, number + 1, most_tokens)
@@ -176,8 +196,9 @@ def _fill_buckets(
         fitting = [bucket for bucket in buckets if bucket.has_room(short, most_tokens)]
         if not fitting:
             # Not even the emptiest has room for its tokens.
-            buckets.append(Bin())
-            fitting = [buckets[-1]]
+            opened = Bin()
+            buckets.append(opened)
+            fitting = [opened]
         within = [bucket for bucket in fitting if bucket.work + seconds <= most_work]
         if within:
             # The first by time per token.
@@ -202,13 +223,13 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
     whole = _make_group(problem, chains)
     if isinstance(whole, _Group) and whole.recompute_s == 0:
         return [whole]
-    costs = price_chains(problem, _join(chains)).costs
-    mean_s = float((costs.forward_s + costs.backward_s).mean())
-    delta = (problem.pipeline.num_stages - 1) * mean_s
+    delta = _fill_and_drain_s(problem, chains)
     if isinstance(whole, _Group) and whole.recompute_s <= delta:
+        # One more pipeline takes longer to fill and drain than all the recompute it could spare.
         return [whole]
     ends = _group_ends(chains)
-    longest = _make_group(problem, [chain for chain in chains if len(chain) > ends[-2]])
+    last_chains = _between(chains, ends[-2], ends[-1])
+    longest = _make_group(problem, last_chains)
     if isinstance(longest, Shortage):
         # With others they need no less.
         return longest
@@ -220,26 +241,45 @@ def _group(problem: Problem, chains: list[Chain]) -> list[_Group] | Shortage:
         best.append((math.inf, []))
         for first in range(last):
             before_s, before = best[first]
-            if before_s + delta >= best[last][0]:
+            best_s, _ = best[last]
+            if before_s + delta >= best_s:
                 continue
-            members = [chain for chain in chains if ends[first] < len(chain) <= ends[last]]
+            members = _between(chains, ends[first], ends[last])
             is_whole = len(members) == len(chains)
             group = whole if is_whole else _make_group(problem, members)
             if isinstance(group, Shortage):
                 shortage = group if is_better(group, shortage) else shortage
                 continue
             seconds = before_s + delta + group.recompute_s
-            if seconds < best[last][0]:
+            if seconds < best_s:
                 best[last] = (seconds, [group, *before])
-    return best[-1][1] or shortage
+    _, groups = best[-1]
+    return groups or shortage
+
+
+def _fill_and_drain_s(problem: Problem, chains: list[Chain]) -> float:
+    """Return the paper's delta: (stages - 1) times the mean seconds of a chunk."""
+    costs = price_chains(problem, _join(chains)).costs
+    seconds = costs.forward_s + costs.backward_s
+    mean_s = float(seconds.mean())
+    return (problem.pipeline.num_stages - 1) * mean_s
+
+
+def _between(chains: list[Chain], more_than: int, most: int) -> list[Chain]:
+    """Return the chains of so many chunks."""
+    return [chain for chain in chains if more_than < len(chain) <= most]
 
 
 def _group_ends(chains: list[Chain]) -> list[int]:
     """Return numbers of chunks after which a group may end, from 0."""
     sizes = sorted({len(chain) for chain in chains})
-    count = min(len(sizes), _MOST_GROUP_ENDS)
-    ends = [sizes[(i + 1) * len(sizes) // count - 1] for i in range(count)]
-    return [0, *ends]
+    num_sizes = len(sizes)
+    count = min(num_sizes, _MOST_GROUP_ENDS)
+    ends = [0]
+    for i in range(1, count + 1):
+        place = i * num_sizes // count
+        ends.append(sizes[place - 1])
+    return ends
 
 
 def _make_group(problem: Problem, chains: list[Chain]) -> _Group | Shortage:
@@ -249,9 +289,10 @@ def _make_group(problem: Problem, chains: list[Chain]) -> _Group | Shortage:
     diagonals = sweep_diagonals(memories, problem.pipeline.limits)
     if isinstance(diagonals, Shortage):
         return diagonals
-    slowest_stage = diagonal_counts(memories, diagonals).max(axis=0)
-    recompute_s = float((slowest_stage * priced.costs.recompute_s).sum())
-    return _Group(priced.chunks, memories, diagonals, recompute_s)
+    # The others wait for the stage that recomputes most of a chunk.
+    most_layers = diagonal_counts(memories, diagonals).max(axis=0)
+    seconds = most_layers * priced.costs.recompute_s
+    return _Group(priced.chunks, memories, diagonals, float(seconds.sum()))
 
 
 def _one_pipeline(problem: Problem, chunks: Chunks) -> Ints:
@@ -266,9 +307,11 @@ def _solve(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Sch
     The sweep's counts are kept where its solution is not faster.
     """
     limits = problem.pipeline.limits
-    solutions = [solve_diagonals(group.memories, limits, group.diagonals) for group in groups]
-    fitting = []
-    for group, solution in zip(groups, solutions, strict=True):
+    solutions: list[TiedSolution] = []
+    fitting: list[_Group] = []
+    for group in groups:
+        solution = solve_diagonals(group.memories, limits, group.diagonals)
+        solutions.append(solution)
         # The program knows nothing of what an op needs while it runs: where that is too much,
         # counts rise a little more.
         counts = sweep_diagonals(group.memories, limits, solution.counts)
@@ -276,23 +319,29 @@ def _solve(problem: Problem, swept: Schedule, groups: SequenceOf[_Group]) -> Sch
             group = replace(group, diagonals=counts)
         fitting.append(group)
     result = _schedule(problem, fitting)
-    faster = isinstance(result, Schedule) and is_better(result, swept)
-    statuses = list(dict.fromkeys(solution.status for solution in solutions))
+    best = swept
+    note = "; the sweep's counts are as good"
+    if isinstance(result, Schedule) and is_better(result, swept):
+        best = result
+        note = ""
+    # Each status once, in order.
+    statuses = dict.fromkeys(solution.status for solution in solutions)
     gaps = [solution.gap for solution in solutions if solution.gap is not None]
+    all_have_gaps = len(gaps) == len(solutions)
     search = Search(
         winner=swept.search.winner,
         solver="SCIP",
-        status=", ".join(statuses) + ("" if faster else "; the sweep's counts are as good"),
-        gap=max(gaps) if len(gaps) == len(solutions) else None,
+        status=", ".join(statuses) + note,
+        gap=max(gaps) if all_have_gaps else None,
     )
-    best = result if isinstance(result, Schedule) and faster else swept
     return replace(best, search=search)
 
 
 def _schedule(problem: Problem, groups: SequenceOf[_Group]) -> Result:
     """Run the groups' pipelines one after the other, that of the longest chains first."""
-    chains = price_chains(problem, join_chunks(group.chunks for group in groups))
-    order = join_orders([_one_pipeline(problem, group.chunks) for group in groups])
+    parts = [group.chunks for group in groups]
+    chains = price_chains(problem, join_chunks(parts))
+    order = join_orders([_one_pipeline(problem, part) for part in parts])
     memories = order_memories(problem, chains, order)
     counts = [diagonal_counts(group.memories, group.diagonals) for group in groups]
     return fixed_schedule(problem, chains, memories, np.concatenate(counts, axis=1))

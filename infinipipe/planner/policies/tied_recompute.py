@@ -8,7 +8,7 @@ layers (arXiv 2509.21275).
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,9 +16,14 @@ from infinipipe.aliases import Ints
 from infinipipe.costs import StageMemory
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 
+if TYPE_CHECKING:
+    # Imported where it is used, so that nothing else waits for it.
+    from pyscipopt import Model, Variable
+
 # The paper stops SCIP where it is within 2 % of the best.
 _GAP = 0.02
-# What SCIP solves in seconds: nodes, and terms of all rows.
+# Nodes that SCIP explores at most, and terms of all rows up to which it is asked: what it solves in
+# seconds. They are no clock, so that plans are the same on every machine.
 _MOST_NODES = 200
 _MOST_TERMS = 50_000
 # SCIP says infinity, or next to it, where it has no bound; a plan holds finite gaps only.
@@ -48,7 +53,8 @@ def sweep_diagonals(
     """
     num_stages = len(memories)
     num_chunks = len(memories[0].activation_bytes)
-    counts = np.zeros(num_chunks + num_stages - 1, dtype=np.int64)
+    num_diagonals = num_chunks + num_stages - 1
+    counts = np.zeros(num_diagonals, dtype=np.int64)
     if start is not None:
         counts = start.copy()
     # Every count costs the same: the program minimises their sum.
@@ -56,11 +62,13 @@ def sweep_diagonals(
     for stage, memory in enumerate(memories):
         limit = limits[stage]
         diagonals = chunk_diagonals(memory, num_stages, stage)
+        # A diagonal may ask for more layers than this stage has.
         before = np.minimum(counts[diagonals], memory.num_layers)
         fitted = fit_recompute(memory, prices, limit, before)
         if isinstance(fitted, float):
             return Shortage(stage, fitted, limit)
-        counts[diagonals] = np.maximum(counts[diagonals], fitted)
+        own = counts[diagonals]
+        counts[diagonals] = np.maximum(own, fitted)
     return counts
 
 
@@ -77,35 +85,16 @@ def solve_diagonals(
         limits: bytes per stage.
         start: c that fits.
     """
-    from pyscipopt import Model, quicksum
-
-    num_stages = len(memories)
-    tight = [_tight_rows(memory, limit) for memory, limit in zip(memories, limits, strict=True)]
-    num_terms = sum(len(row.in_flight) for rows in tight for row in rows)
+    tight: list[list[_TightRow]] = []
+    num_terms = 0
+    for memory, limit in zip(memories, limits, strict=True):
+        rows = _tight_rows(memory, limit)
+        tight.append(rows)
+        for row in rows:
+            num_terms += len(row.in_flight)
     if num_terms > _MOST_TERMS:
         return TiedSolution(start, "too large", None)
-    model = Model()
-    model.hideOutput()
-    # Ctrl-C is for the command, and no answer may depend on it.
-    model.setParam("misc/catchctrlc", False)
-    model.setParam("limits/gap", _GAP)
-    model.setParam("limits/nodes", _MOST_NODES)
-    model.setParam("randomization/randomseedshift", 0)
-    most_layers = np.zeros(len(start), dtype=np.int64)
-    for stage, memory in enumerate(memories):
-        diagonals = chunk_diagonals(memory, num_stages, stage)
-        np.maximum.at(most_layers, diagonals, memory.num_layers)
-    columns = [model.addVar(vtype="I", lb=0, ub=int(most)) for most in most_layers]
-    for stage, memory in enumerate(memories):
-        diagonals = chunk_diagonals(memory, num_stages, stage)
-        for row in tight[stage]:
-            # In units of what is missing, which keeps the numbers near one.
-            shares = memory.freed_per_layer_bytes[row.in_flight] / row.missing_bytes
-            row_columns = [columns[d] for d in diagonals[row.in_flight]]
-            terms = [share * c for share, c in zip(shares.tolist(), row_columns, strict=True)]
-            model.addCons(quicksum(terms) >= 1.0)
-    model.setObjective(quicksum(columns), "minimize")
-
+    model, columns = _formulate(memories, tight, len(start))
     solution = model.createSol()
     for column, value in zip(columns, start.tolist(), strict=True):
         model.setSolVal(solution, column, value)
@@ -117,8 +106,51 @@ def solve_diagonals(
     if model.getNSols() == 0:
         return TiedSolution(start, status, known_gap)
     best = model.getBestSol()
-    counts = [round(model.getSolVal(best, column)) for column in columns]
-    return TiedSolution(np.array(counts, dtype=np.int64), status, known_gap)
+    values = [model.getSolVal(best, column) for column in columns]
+    # Integers, but for SCIP's tolerance.
+    integers = [round(value) for value in values]
+    counts = np.array(integers, dtype=np.int64)
+    return TiedSolution(counts, status, known_gap)
+
+
+def _formulate(
+    memories: SequenceOf[StageMemory], tight: SequenceOf[SequenceOf[_TightRow]], num_diagonals: int
+) -> tuple[Model, list[Variable]]:
+    """Return the integer program and its columns, one for each diagonal."""
+    from pyscipopt import Model, quicksum
+
+    model = Model()
+    model.hideOutput()
+    # Ctrl-C is for the command, and no answer may depend on it.
+    model.setParam("misc/catchctrlc", False)
+    model.setParam("limits/gap", _GAP)
+    model.setParam("limits/nodes", _MOST_NODES)
+    model.setParam("randomization/randomseedshift", 0)
+    columns = []
+    for most in _most_layers(memories, num_diagonals).tolist():
+        columns.append(model.addVar(vtype="I", lb=0, ub=most))
+    for stage, memory in enumerate(memories):
+        diagonals = chunk_diagonals(memory, len(memories), stage)
+        for row in tight[stage]:
+            # In units of what is missing, which keeps the numbers near one.
+            freed = memory.freed_per_layer_bytes[row.in_flight]
+            shares = freed / row.missing_bytes
+            own_diagonals = diagonals[row.in_flight]
+            terms = []
+            for share, diagonal in zip(shares.tolist(), own_diagonals.tolist(), strict=True):
+                terms.append(share * columns[diagonal])
+            model.addCons(quicksum(terms) >= 1.0)
+    model.setObjective(quicksum(columns), "minimize")
+    return model, columns
+
+
+def _most_layers(memories: SequenceOf[StageMemory], num_diagonals: int) -> Ints:
+    """Return (diagonals,) the most layers that any stage of a diagonal has."""
+    most = np.zeros(num_diagonals, dtype=np.int64)
+    for stage, memory in enumerate(memories):
+        diagonals = chunk_diagonals(memory, len(memories), stage)
+        np.maximum.at(most, diagonals, memory.num_layers)
+    return most
 
 
 def diagonal_counts(memories: SequenceOf[StageMemory], counts: Ints) -> Ints:
@@ -126,15 +158,18 @@ def diagonal_counts(memories: SequenceOf[StageMemory], counts: Ints) -> Ints:
     rows = []
     for stage, memory in enumerate(memories):
         diagonals = chunk_diagonals(memory, len(memories), stage)
-        rows.append(np.minimum(counts[diagonals], memory.num_layers))
+        own = counts[diagonals]
+        rows.append(np.minimum(own, memory.num_layers))
     return np.array(rows, dtype=np.int64)
 
 
 def chunk_diagonals(memory: StageMemory, num_stages: int, stage: int) -> Ints:
     """Return (chunks,) each chunk's diagonal on one stage."""
     backwards = memory.program.backward_chunks
+    stages_after = num_stages - 1 - stage
+    places = np.arange(len(backwards))
     diagonals = np.empty(len(backwards), dtype=np.int64)
-    diagonals[backwards] = np.arange(len(backwards)) + num_stages - 1 - stage
+    diagonals[backwards] = places + stages_after
     return diagonals
 
 
@@ -151,15 +186,18 @@ def _tight_rows(memory: StageMemory, limit: int) -> list[_TightRow]:
     Before an F there is less in flight than in it, so only ops that no F follows matter.
     """
     program = memory.program
-    nothing = np.zeros(len(memory.activation_bytes), dtype=np.int64)
+    num_chunks = len(memory.activation_bytes)
+    nothing = np.zeros(num_chunks, dtype=np.int64)
     # One byte more, so that what fills the limit exactly is left some room.
     missing = memory.during(nothing) - limit + 1
     next_is_forward = np.append(program.is_forward[1:], False)
     followed = program.is_forward & next_is_forward
+    is_tight = ~followed & (missing > 0)
     rows = []
-    for position in np.flatnonzero(~followed & (missing > 0)).tolist():
+    for position in np.flatnonzero(is_tight).tolist():
         begun = program.forward_places <= position
         not_ended = program.backward_places >= position
         in_flight = np.flatnonzero(begun & not_ended)
-        rows.append(_TightRow(in_flight, float(missing[position])))
+        missing_bytes = float(missing[position])
+        rows.append(_TightRow(in_flight, missing_bytes))
     return rows

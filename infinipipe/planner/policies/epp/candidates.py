@@ -15,13 +15,16 @@ RAMPS: dict[RampName, Callable[[int], Ramp]] = {
     "linear": linear_ramp,
     "no": lambda num_stages: NO_RAMP,
 }
-"""By name, the ramp for a number of stages."""
+"""By name, what makes the ramp for a number of stages."""
 
 ONE_CHAIN = Warmup(per_stage=0.0, burst=1_000_000)
 """One chain at a time, which no burst cuts short: the least that can be in flight."""
 
 _WARMUPS = (Warmup(2.0, 2), Warmup(2.0, 1), Warmup(1.5, 1), Warmup(1.0, 1))
-"""From two F ahead of each next stage, which hides waits for long chunks, to plain 1F1B."""
+"""From two F ahead of each next stage to the one of plain 1F1B.
+
+More hides waits for long chunks, less takes less memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,17 @@ class Candidate:
     def __str__(self) -> str:
         """Return what a plan says of it."""
         cut = "even slices" if self.even else "one mesh"
-        return (
-            f"epp: {self.num_parts:.4g} parts, {self.attention:.0%} of attention, {cut}, "
-            f"{self.ramp} grades, "
-            f"{self.warmup.per_stage:g} ahead, bursts of {self.warmup.burst}"
+        warmup = self.warmup
+        # Grades are what plan files call a ramp.
+        parts = (
+            f"{self.num_parts:.4g} parts",
+            f"{self.attention:.0%} of attention",
+            cut,
+            f"{self.ramp} grades",
+            f"{warmup.per_stage:g} ahead",
+            f"bursts of {warmup.burst}",
         )
+        return "epp: " + ", ".join(parts)
 
 
 def first_candidate(space: SearchSpace, num_parts: float) -> Candidate:
@@ -75,18 +84,26 @@ Move = Callable[[Candidate], Candidate]
 
 COARSE = 1.5
 FINE = 1.2
-"""Factors by which the number of parts climbs: half as many again finds the slope, a fifth the top;
-within a tenth, the makespan hardly changes."""
+"""Factors by which the number of parts climbs.
+
+Large steps reach far numbers in few simulations, small ones come closer to the best.
+"""
 
 
 def scale_parts(factor: float, most_parts: float) -> Move:
     """Return the move to so many times as many parts."""
-    return lambda c: replace(c, num_parts=clip_parts(c.num_parts * factor, most_parts))
+
+    def move(candidate: Candidate) -> Candidate:
+        num_parts = candidate.num_parts * factor
+        return replace(candidate, num_parts=clip_parts(num_parts, most_parts))
+
+    return move
 
 
 def clip_parts(num_parts: float, most_parts: float) -> float:
     """Return a number of parts within what there can be."""
-    return min(max(num_parts, 1.0), most_parts)
+    at_least_one = max(num_parts, 1.0)
+    return min(at_least_one, most_parts)
 
 
 def variations(space: SearchSpace, num_stages: int, most_parts: float) -> list[Move]:

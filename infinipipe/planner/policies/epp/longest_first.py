@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from infinipipe.aliases import Ints
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.passes.chunking import join_chunks
 from infinipipe.planner.passes.in_flight import connect_stages
 from infinipipe.planner.passes.order import join_orders, overlap_orders
 from infinipipe.planner.passes.schedule import (
+    CostedChains,
     Result,
     Schedule,
     fit_schedule,
@@ -24,12 +26,13 @@ from infinipipe.planner.policies.epp.candidates import SearchSpace
 from infinipipe.planner.policies.epp.search import search_schedule
 from infinipipe.planner.problem import Problem
 
-# How many of the longest sequences may run by themselves: each doubling searches the rest anew.
+# How many of the longest sequences may run by themselves: for each number the rest is searched
+# anew.
 _COUNTS = (1, 2, 4, 8)
-# Makespan over the bound from which on that is tried. Nearer to it there is less to win than these
-# searches cost.
+# Makespan over the bound from which on that is tried: a lower one finds more, and has more batches
+# pay for these searches.
 _FAR = 1.2
-# From here on it is tried again with more sequences though fewer did not help.
+# The same, from which on it is tried with more sequences though fewer did not help.
 _VERY_FAR = 1.5
 
 
@@ -97,9 +100,13 @@ def _join(problem: Problem, parts: SequenceOf[Schedule]) -> Result:
     one_by_one = join_orders([part.forwards_before for part in parts])
     ends = np.cumsum([part.chains.num_chunks for part in parts]).tolist()
     least = np.array(chunks.chain_ends)
-    overlapped = connect_stages(overlap_orders(one_by_one, ends), least)
-    apart, together = (
-        fit_schedule(problem, chains, order_memories(problem, chains, order))
-        for order in (one_by_one, overlapped)
-    )
+    overlapped = overlap_orders(one_by_one, ends)
+    overlapped = connect_stages(overlapped, least)
+    apart = _fit_order(problem, chains, one_by_one)
+    together = _fit_order(problem, chains, overlapped)
     return together if is_better(together, apart) else apart
+
+
+def _fit_order(problem: Problem, chains: CostedChains, order: Ints) -> Result:
+    memories = order_memories(problem, chains, order)
+    return fit_schedule(problem, chains, memories)

@@ -37,27 +37,31 @@ from infinipipe.planner.policies.epp.candidates import (
 )
 from infinipipe.planner.problem import Problem
 
-# Chunks times stages that are simulated at most, give or take a climb: less than a second.
+# Chunks times stages that are simulated at most, give or take a climb: less than a second. It is no
+# clock, so that plans are the same on every machine.
 _EFFORT = 100_000
-# More chunks take longer to plan than they gain: no batch was best with half as many.
+# More parts take longer to plan, and each costs the overhead of a chunk. What `epp` chose for the
+# batches of benchmarks/RESULTS.md has 94 to 626 chunks.
 _MOST_PARTS = 800
 # With so few sequences the makespan has no slope to climb over the number of parts, so many numbers
 # are tried: all small ones, then ever wider apart.
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-# How often an order that does not fit is drawn again with what it lacked left free.
+# How often an order that does not fit is drawn again with what it lacked left free. More can find
+# orders that fit, but an order that lacks much costs all of them.
 _RETRIES = 3
-# How often the search goes on from what lacks least, where nothing fits yet. Each time costs about
-# as much as a climb.
+# How often the search goes on from what lacks least, where nothing fits yet. Each time tries all
+# moves of `descend`.
 _DESCENTS = 3
 # Numbers of parts around what lacks least: the next ones of a fine climb, and one close by.
-_DESCENT_FACTORS = (1.2, 1 / 1.2, 1.05)
+_DESCENT_FACTORS = (FINE, 1 / FINE, 1.05)
 
 
 def search_schedule(problem: Problem, space: SearchSpace) -> Result:
     """Return the best schedule found for a replica's sequences, or the smallest shortage."""
     search = Search(problem, space)
-    start = first_candidate(space, search.guess_parts())
+    num_parts = search.guess_parts()
+    start = first_candidate(space, num_parts)
     find_feasible(search, start)
     if len(problem.members) <= _FEW_SEQUENCES:
         try_few_counts(search, start)
@@ -120,11 +124,17 @@ class Search:
         return self._outcomes[candidate].makespan_s
 
     def guess_parts(self) -> float:
-        """Return where filling and draining costs as much as the overhead of chunks."""
-        costs = self.problem.pipeline.costs
-        work_s = float(costs.work.whole(self.problem.lengths).sum())
-        num_waits = self.problem.pipeline.num_stages - 1
-        num_parts = math.sqrt(num_waits * work_s / (2 * costs.chunk_overhead_s))
+        """Return where filling and draining costs about as much as the overhead of chunks.
+
+        The n for which (P - 1) * work / n = 2 * n * overhead; the search climbs from there.
+        """
+        pipeline = self.problem.pipeline
+        costs = pipeline.costs
+        works_s = costs.work.whole(self.problem.lengths)
+        work_s = float(works_s.sum())
+        num_waits = pipeline.num_stages - 1
+        square = num_waits * work_s / (2 * costs.chunk_overhead_s)
+        num_parts = math.sqrt(square)
         return clip_parts(num_parts, self.most_parts)
 
 
@@ -198,9 +208,14 @@ def vary(search: Search) -> bool:
 def _numbers_around(start: float, most_parts: float) -> list[float]:
     """Return numbers of parts ever farther from a first one, by factors of two."""
     numbers = []
-    for power in range(1 + math.ceil(math.log2(most_parts))):
-        numbers.append(clip_parts(start * 2.0**power, most_parts))
-        numbers.append(clip_parts(start * 2.0**-power, most_parts))
+    # So many doublings lead from one part to the most.
+    num_doublings = math.ceil(math.log2(most_parts))
+    for power in range(1 + num_doublings):
+        factor = 2.0**power
+        more = start * factor
+        fewer = start / factor
+        numbers.append(clip_parts(more, most_parts))
+        numbers.append(clip_parts(fewer, most_parts))
     # In order, each once.
     return list(dict.fromkeys(numbers))
 
@@ -242,7 +257,8 @@ class Evaluator:
         result: Result = NOTHING
         for _ in range(1 + _RETRIES):
             order = forwards_within_memory(problem.pipeline, chains, warmup, margins)
-            result = fit_schedule(problem, chains, order_memories(problem, chains, order))
+            memories = order_memories(problem, chains, order)
+            result = fit_schedule(problem, chains, memories)
             if isinstance(result, Schedule):
                 break
             margins[result.stage] += result.missing
@@ -251,23 +267,20 @@ class Evaluator:
 
 def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
     costs = problem.pipeline.costs
-    work = costs.work
-    work = replace(work, s_per_pair=candidate.attention * work.s_per_pair)
+    s_per_pair = candidate.attention * costs.work.s_per_pair
+    work = replace(costs.work, s_per_pair=s_per_pair)
     works = work.whole(problem.lengths)
     target = float(works.sum()) / candidate.num_parts
     longest = float(works.max())
     if longest > target:
-        # The longest sequence is cut into equal slices.
-        target = longest / max(1, round(longest / target))
+        # A target of which the longest sequence is a whole number of times leaves it no tail.
+        num_slices = max(1, round(longest / target))
+        target = longest / num_slices
     max_tokens = costs.max_chunk_tokens
-    if not candidate.attention:
+    if candidate.attention == 0.0:
         # Where tokens are what counts, no chunk may have more.
-        max_tokens = min(max_tokens, math.ceil(work.reach(0, target)))
-    return cut_chunks(
-        problem,
-        work,
-        target,
-        max_tokens,
-        even=candidate.even,
-        ramp=RAMPS[candidate.ramp](problem.pipeline.num_stages),
-    )
+        target_tokens = math.ceil(work.reach(0, target))
+        max_tokens = min(max_tokens, target_tokens)
+    make_ramp = RAMPS[candidate.ramp]
+    ramp = make_ramp(problem.pipeline.num_stages)
+    return cut_chunks(problem, work, target, max_tokens, even=candidate.even, ramp=ramp)
