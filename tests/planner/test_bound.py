@@ -1,4 +1,4 @@
-"""The bound: no schedule beats it, schedules that are nearly best show how sharp it is, and the planner comes close."""
+"""The bound: no schedule beats it, the best come close to it, and so does the planner."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from tests.planner.toys import ROOMY, toy_pipeline, toy_problem, toy_profile, to
 
 
 def plain_profile(num_layers: int, overhead: float, pairs: float = 0.0, **sizes: float) -> Profile:
-    """Return a profile of straight lines: F of a token and layer takes 1 s, B 2 s, a chunk of any size `overhead` more.
+    """Return a profile of straight lines.
 
-    A layer keeps 1,000 bytes of a token, 100 of them its input; no other bytes but those given.
+    F of a token and layer takes 1 s, B 2 s, a chunk of any size `overhead` more. A layer keeps
+    1,000 bytes of a token, 100 of them its input; no other bytes but those given.
     """
     profile = toy_profile(num_layers)
 
@@ -163,7 +164,7 @@ def merges(forwards: tuple[int, ...], backwards: tuple[int, ...]) -> Iterator[tu
 def every_schedule(
     problem: Problem, chunks: tuple[Chunk, ...], recomputes: bool
 ) -> Iterator[tuple[float, float]]:
-    """Yield makespan and room of every order on two stages, also with full recompute of any chunk on any stage."""
+    """Yield makespan and room of every order on two stages, with any chunks recomputed."""
     pipeline, count = problem.pipeline, len(chunks)
     loads, costs = chunk_loads(chunks, problem.sequences), costs_of(problem, chunks)
     chains = chunk_chains(chunks, problem.sequences)

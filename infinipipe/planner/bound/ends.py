@@ -60,24 +60,27 @@ class Ends:
     """The two ends of a stage that is not the first."""
 
     def __init__(self, rates: ChunkRates, stage: int) -> None:
+        sizes = rates.sizes
         work = rates.work[stage]
         transfers = rates.transfer * stage
         down = rates.forward.total(slice(stage)) + transfers
-        self._down = Trip(rates.sizes, down)
+        self._down = Trip(sizes, down)
         added = work - rates.forward[0]
-        recompute = rates.recompute * rates.num_layers[stage].item()
         self._fill = self._down.growth(added, early_context=True)
-        self._fill_counted = self._down.growth(added + recompute, early_context=True)
+        num_layers = rates.num_layers[stage].item()
+        added_counted = added + rates.recompute * num_layers
+        self._fill_counted = self._down.growth(added_counted, early_context=True)
 
         slacks = _slack_seconds(rates, stage)
         top = int(np.argmin(slacks))
-        up_to_top = rates.backward.total(slice(top, stage)) + rates.transfer * (stage - top)
-        self._up = Trip(rates.sizes, up_to_top)
+        transfers_to_top = rates.transfer * (stage - top)
+        up_to_top = rates.backward.total(slice(top, stage)) + transfers_to_top
+        self._up = Trip(sizes, up_to_top)
         added = work - rates.backward[top]
         self._drain = self._up.growth(added, early_context=False)
         # The last B goes on from `top` to stage 0.
         up = rates.backward.total(slice(stage)) + transfers
-        self._least_up = Trip(rates.sizes, up).least
+        self._least_up = Trip(sizes, up).least
         beyond_top = self._least_up - self._up.least
         self._slack = float(slacks[top]) - beyond_top
 
@@ -106,8 +109,9 @@ class Trip:
         # Every token has a pair and every chunk a slice.
         self._constant = seconds.constant + seconds.per_slice
         self._rate = seconds.rate + seconds.per_pair
-        self._starts = self._constant + self._rate * sizes.smallest
-        self.least = float(self._starts[0])
+        starts = self._constant + self._rate * sizes.smallest
+        self._starts = starts
+        self.least = float(starts[0])
 
     def growth(self, added: SizeRates, *, early_context: bool) -> Floats:
         """Return (chunks,) the most that the trip of each next chunk can be, in idle times.
@@ -115,14 +119,15 @@ class Trip:
         Each chunk adds at most `added` to the trips of those after it. With `early_context`
         contexts are no longer than all chunks before, else they may be of any length.
         """
+        g = self._largest_ratio(added, any_context=not early_context)
         context_g = 0.0
         if early_context:
             # Chunks before have no more tokens than their trips have seconds for.
-            least_per_token = self._seconds.least_per_token().item()
-            context_g = max(0.0, added.per_context_token.item()) / max(TINY, least_per_token)
-        g = self._largest_ratio(added, any_context=not early_context)
+            per_token = self._seconds.least_per_token()
+            context_g = _ratios(added.per_context_token, per_token).item()
         if max(g, context_g) > _MOST_GROWTH:
-            return np.append(1.0, np.full(_MOST_CHUNKS - 1, np.inf))
+            unbounded = np.full(_MOST_CHUNKS - 1, np.inf)
+            return np.append(1.0, unbounded)
         trips: list[float] = []
         before = 0.0
         # For each chunk before, the trips before that one.
@@ -146,17 +151,21 @@ class Trip:
         trips = idle[1:, None] * growth
         place = np.searchsorted(self._starts, trips, side="right") - 1
         beyond_constant = trips - self._constant[place]
-        reached = beyond_constant / np.maximum(self._rate[place], TINY)
-        largest = np.minimum(reached, self._sizes.largest[place])
-        is_bounded = np.cumsum(largest, axis=1) < charges.num_tokens / 2
+        rate = np.maximum(TINY, self._rate[place])
+        reached = beyond_constant / rate
+        sizes = np.minimum(reached, self._sizes.largest[place])
+        is_bounded = sizes.cumsum(axis=1) < charges.num_tokens / 2
+
         # A chunk may as well be smaller than it can be.
-        least_surcharges = np.minimum.accumulate(charges.surcharges)
-        surcharges = np.maximum(0.0, least_surcharges)[place] * is_bounded
-        paid = surcharges.sum(axis=1)
-        waited = charges.per_second * np.maximum(0.0, idle - slack)
+        cheapest = np.minimum.accumulate(charges.surcharges)
+        surcharges = np.maximum(0.0, cheapest)[place]
+        paid = (surcharges * is_bounded).sum(axis=1)
+        counted_idle = np.maximum(0.0, idle - slack)
+        waited = charges.per_second * counted_idle
+        either = waited[:-1] + paid
         # Of more idle time than was tried only this is known.
         longest = waited[-1]
-        return float(min((waited[:-1] + paid).min(), longest))
+        return float(min(either.min(), longest))
 
     def _largest_ratio(self, added: SizeRates, *, any_context: bool) -> float:
         """Return g of the proof: the most that any part of `added` is of the same part of the trip.
@@ -174,25 +183,30 @@ class Trip:
         if any_context:
             tops.append(added.per_context_token)
             bottoms.append(own.per_context_token)
-        top = np.maximum(0.0, np.concatenate(tops))
-        bottom = np.maximum(TINY, np.concatenate(bottoms))
-        return float((top / bottom).max())
+        ratios = _ratios(np.concatenate(tops), np.concatenate(bottoms))
+        return float(ratios.max())
+
+
+def _ratios(tops: Floats, bottoms: Floats) -> Floats:
+    # Less than nothing would only make the proof's sums smaller, so it counts as nothing.
+    return np.asarray(np.maximum(0.0, tops) / np.maximum(TINY, bottoms))
 
 
 def _slack_seconds(rates: ChunkRates, stage: int) -> Floats:
     """Return (stage,) the most that B of all chunks can take longer than on each stage before."""
-    longer = rates.backward[stage] - rates.backward[:stage]
+    backward = rates.backward
+    longer = backward[stage] - backward[:stage]
     lengths = rates.lengths
     # Each token has at most a slice and a context by itself, with the longest sequence before it.
-    context = np.maximum(0.0, longer.per_context_token) * lengths[0]
+    context = np.maximum(0.0, longer.per_context_token)
     per_token = (
         np.maximum(0.0, longer.most_per_token())
         + np.maximum(0.0, longer.per_slice)
         + np.maximum(0.0, longer.per_context)
         + np.maximum(0.0, longer.per_continued_token)
-        + context
+        + context * lengths[0]
     )
-    num_pairs = (lengths * (lengths + 1) / 2).sum()
-    pairs = np.maximum(0.0, longer.per_pair) * num_pairs
-    tokens = per_token * lengths.sum()
-    return np.asarray((tokens + pairs)[:, 0])
+    num_pairs = lengths * (lengths + 1) / 2
+    pairs = np.maximum(0.0, longer.per_pair) * num_pairs.sum()
+    slacks = per_token * lengths.sum() + pairs
+    return np.asarray(slacks[:, 0])
