@@ -154,8 +154,9 @@ class Prices:
         while True:
             moved = move(point, factor)
             moved_value = self._value(moved)
-            improved = moved_value > value * (1 + _LEAST_GAIN)
-            if not improved:
+            # Below 0, where rates of less than 0 can lead, more than the value is no gain yet.
+            enough = max(value, value * (1 + _LEAST_GAIN))
+            if not moved_value > enough:
                 return point, value
             point = moved
             value = moved_value
