@@ -29,11 +29,12 @@ g for it, as B of any chunk may run then: only the smallest trip is left.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.aliases import Floats
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.rates import TINY, ChunkRates, SizeRanges, SizeRates
 
 # Idle times that are tried, in smallest trips: from 1 to about 88 of them, in steps of 15 %.
@@ -65,19 +66,15 @@ class Ends:
         transfers = rates.transfer * stage
         down = rates.forward.total(slice(stage)) + transfers
         self._down = Trip(sizes, down)
-        added = work - rates.forward[0]
-        self._fill = self._down.growth(added, early_context=True)
-        num_layers = rates.num_layers[stage].item()
-        added_counted = added + rates.recompute * num_layers
-        self._fill_counted = self._down.growth(added_counted, early_context=True)
+        self._added_down = work - rates.forward[0]
+        self._recompute = rates.recompute * rates.num_layers[stage].item()
 
         slacks = _slack_seconds(rates, stage)
         top = int(np.argmin(slacks))
         transfers_to_top = rates.transfer * (stage - top)
         up_to_top = rates.backward.total(slice(top, stage)) + transfers_to_top
         self._up = Trip(sizes, up_to_top)
-        added = work - rates.backward[top]
-        self._drain = self._up.growth(added, early_context=False)
+        self._added_up = work - rates.backward[top]
         # The last B goes on from `top` to stage 0.
         up = rates.backward.total(slice(stage)) + transfers
         self._least_up = Trip(sizes, up).least
@@ -86,18 +83,68 @@ class Ends:
 
     def price(self, charges: Charges, *, counted: bool) -> float:
         """Return the least that idle time and surcharges cost, with recompute `counted` or not."""
-        growth = self._fill_counted if counted else self._fill
-        fill = self._down.price(growth, charges, slack=0.0)
         least_drain = charges.per_second * self._least_up
         if counted:
-            return fill + least_drain
-        drain = self._up.price(self._drain, charges, slack=self._slack)
-        return fill + max(least_drain, drain)
+            return self._fill_counted.price(charges) + least_drain
+        drain = self._drain.price(charges)
+        return self._fill.price(charges) + max(least_drain, drain)
+
+    # What a step does not ask for is not computed.
+
+    @cached_property
+    def _fill(self) -> _End:
+        growth = self._down.growth(self._added_down, early_context=True)
+        return _End(self._down, growth, slack=0.0)
+
+    @cached_property
+    def _fill_counted(self) -> _End:
+        added = self._added_down + self._recompute
+        growth = self._down.growth(added, early_context=True)
+        return _End(self._down, growth, slack=0.0)
+
+    @cached_property
+    def _drain(self) -> _End:
+        growth = self._up.growth(self._added_up, early_context=False)
+        return _End(self._up, growth, slack=self._slack)
 
 
 def make_ends(rates: ChunkRates, stage: int) -> Ends | None:
     """Return the ends of a stage, or None for the first one, which waits for no other."""
     return Ends(rates, stage) if stage > 0 else None
+
+
+class _End:
+    """The chunks of one end, the outermost first, and their largest sizes for every idle time."""
+
+    def __init__(self, trip: Trip, growth: Floats, *, slack: float) -> None:
+        self._least = trip.least
+        idle = max(TINY, trip.least) * _IDLE_TRIPS
+        # (idle times,) what of them is not slack.
+        self._idle = np.maximum(0.0, idle - slack)
+        # (idle times - 1, chunks) trips of the larger of two idle times.
+        trips = idle[1:, None] * growth
+        self._place = trip.place(trips)
+        largest = trip.largest_sizes(trips, self._place)
+        self._num_tokens = largest.cumsum(axis=1)
+
+    def price(self, charges: Charges) -> float:
+        """Return the least that idle time and the surcharges of these chunks cost.
+
+        Those that may have half of the replica's tokens are no longer of this end.
+        """
+        if self._least <= 0:
+            return 0.0
+        is_bounded = self._num_tokens < charges.num_tokens / 2
+        # A chunk may as well be smaller than it can be.
+        cheapest = np.minimum.accumulate(charges.surcharges)
+        surcharges = np.maximum(0.0, cheapest)[self._place]
+        paid = (surcharges * is_bounded).sum(axis=1)
+        waited = charges.per_second * self._idle
+        # Between two idle times: the smaller one, and trips of the larger one.
+        either = waited[:-1] + paid
+        # Of more idle time than was tried only this is known.
+        longest = waited[-1]
+        return float(min(either.min(), longest))
 
 
 class Trip:
@@ -139,33 +186,16 @@ class Trip:
             before += trip
         return np.array(trips)
 
-    def price(self, growth: Floats, charges: Charges, *, slack: float) -> float:
-        """Return the least price of idle time and of the surcharges of chunks that it bounds.
+    def place(self, trips: Floats) -> Ints:
+        """Return the ranges of the largest sizes of chunks whose trips take so long."""
+        return np.searchsorted(self._starts, trips, side="right") - 1
 
-        The chunks of this end are those that have less than half of the tokens.
-        """
-        if self.least <= 0:
-            return 0.0
-        idle = self.least * _IDLE_TRIPS
-        # Between two idle times: the smaller one, and trips of the larger one.
-        trips = idle[1:, None] * growth
-        place = np.searchsorted(self._starts, trips, side="right") - 1
+    def largest_sizes(self, trips: Floats, place: Ints) -> Floats:
+        """Return the largest sizes of chunks whose trips take so long, in their ranges."""
         beyond_constant = trips - self._constant[place]
         rate = np.maximum(TINY, self._rate[place])
         reached = beyond_constant / rate
-        sizes = np.minimum(reached, self._sizes.largest[place])
-        is_bounded = sizes.cumsum(axis=1) < charges.num_tokens / 2
-
-        # A chunk may as well be smaller than it can be.
-        cheapest = np.minimum.accumulate(charges.surcharges)
-        surcharges = np.maximum(0.0, cheapest)[place]
-        paid = (surcharges * is_bounded).sum(axis=1)
-        counted_idle = np.maximum(0.0, idle - slack)
-        waited = charges.per_second * counted_idle
-        either = waited[:-1] + paid
-        # Of more idle time than was tried only this is known.
-        longest = waited[-1]
-        return float(min(either.min(), longest))
+        return np.minimum(reached, self._sizes.largest[place])
 
     def _largest_ratio(self, added: SizeRates, *, any_context: bool) -> float:
         """Return g of the proof: the most that any part of `added` is of the same part of the trip.
