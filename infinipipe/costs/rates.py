@@ -72,7 +72,7 @@ class SizeRates:
 
     def total(self, stages: slice) -> SizeRates:
         """Return the seconds on some stages together."""
-        # Added one after the other; `sum` adds pairs first where there is only one column.
+        # Added one after the other as there: `sum` takes another order for a single column.
         return self._changed(lambda part: part[stages].cumsum(axis=0)[-1])
 
     def least_per_token(self) -> Floats:
@@ -148,6 +148,16 @@ class TokenBytes:
     """Needed while B of a layer runs."""
     least: Floats
     """Held in B with all recompute: one layer whole, and the inputs of the others."""
+
+    @property
+    def full_with_kv(self) -> float:
+        """Kept by a layer that is not recomputed, with K and V."""
+        return self.full + self.kv
+
+    @property
+    def slot(self) -> float:
+        """Held by one layer's slot when B brings gradients of K and V."""
+        return self.kv + self.kv_gradients
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,12 @@ g for it, as B of any chunk may run then: only the smallest trip is left.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.aliases import Floats
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.rates import TINY, ChunkRates, SizeRanges, SizeRates
 
 # Idle times that are tried, in smallest trips: from 1 to about 88 of them, in steps of 15 %.
@@ -60,41 +61,90 @@ class Ends:
     """The two ends of a stage that is not the first."""
 
     def __init__(self, rates: ChunkRates, stage: int) -> None:
+        sizes = rates.sizes
         work = rates.work[stage]
         transfers = rates.transfer * stage
         down = rates.forward.total(slice(stage)) + transfers
-        self._down = Trip(rates.sizes, down)
-        added = work - rates.forward[0]
-        recompute = rates.recompute * rates.num_layers[stage].item()
-        self._fill = self._down.growth(added, early_context=True)
-        self._fill_counted = self._down.growth(added + recompute, early_context=True)
+        self._down = Trip(sizes, down)
+        self._added_down = work - rates.forward[0]
+        self._recompute = rates.recompute * rates.num_layers[stage].item()
 
         slacks = _slack_seconds(rates, stage)
         top = int(np.argmin(slacks))
-        up_to_top = rates.backward.total(slice(top, stage)) + rates.transfer * (stage - top)
-        self._up = Trip(rates.sizes, up_to_top)
-        added = work - rates.backward[top]
-        self._drain = self._up.growth(added, early_context=False)
+        transfers_to_top = rates.transfer * (stage - top)
+        up_to_top = rates.backward.total(slice(top, stage)) + transfers_to_top
+        self._up = Trip(sizes, up_to_top)
+        self._added_up = work - rates.backward[top]
         # The last B goes on from `top` to stage 0.
         up = rates.backward.total(slice(stage)) + transfers
-        self._least_up = Trip(rates.sizes, up).least
+        self._least_up = Trip(sizes, up).least
         beyond_top = self._least_up - self._up.least
         self._slack = float(slacks[top]) - beyond_top
 
     def price(self, charges: Charges, *, counted: bool) -> float:
         """Return the least that idle time and surcharges cost, with recompute `counted` or not."""
-        growth = self._fill_counted if counted else self._fill
-        fill = self._down.price(growth, charges, slack=0.0)
         least_drain = charges.per_second * self._least_up
         if counted:
-            return fill + least_drain
-        drain = self._up.price(self._drain, charges, slack=self._slack)
-        return fill + max(least_drain, drain)
+            return self._fill_counted.price(charges) + least_drain
+        drain = self._drain.price(charges)
+        return self._fill.price(charges) + max(least_drain, drain)
+
+    # What a step does not ask for is not computed.
+
+    @cached_property
+    def _fill(self) -> _End:
+        growth = self._down.growth(self._added_down, early_context=True)
+        return _End(self._down, growth, slack=0.0)
+
+    @cached_property
+    def _fill_counted(self) -> _End:
+        added = self._added_down + self._recompute
+        growth = self._down.growth(added, early_context=True)
+        return _End(self._down, growth, slack=0.0)
+
+    @cached_property
+    def _drain(self) -> _End:
+        growth = self._up.growth(self._added_up, early_context=False)
+        return _End(self._up, growth, slack=self._slack)
 
 
 def make_ends(rates: ChunkRates, stage: int) -> Ends | None:
     """Return the ends of a stage, or None for the first one, which waits for no other."""
     return Ends(rates, stage) if stage > 0 else None
+
+
+class _End:
+    """The chunks of one end, the outermost first, and their largest sizes for every idle time."""
+
+    def __init__(self, trip: Trip, growth: Floats, *, slack: float) -> None:
+        self._least = trip.least
+        idle = max(TINY, trip.least) * _IDLE_TRIPS
+        # (idle times,) what of them is not slack.
+        self._idle = np.maximum(0.0, idle - slack)
+        # (idle times - 1, chunks) trips of the larger of two idle times.
+        trips = idle[1:, None] * growth
+        self._place = trip.place(trips)
+        largest = trip.largest_sizes(trips, self._place)
+        self._num_tokens = largest.cumsum(axis=1)
+
+    def price(self, charges: Charges) -> float:
+        """Return the least that idle time and the surcharges of these chunks cost.
+
+        Those that may have half of the replica's tokens are no longer of this end.
+        """
+        if self._least <= 0:
+            return 0.0
+        is_bounded = self._num_tokens < charges.num_tokens / 2
+        # A chunk may as well be smaller than it can be.
+        cheapest = np.minimum.accumulate(charges.surcharges)
+        surcharges = np.maximum(0.0, cheapest)[self._place]
+        paid = (surcharges * is_bounded).sum(axis=1)
+        waited = charges.per_second * self._idle
+        # Between two idle times: the smaller one, and trips of the larger one.
+        either = waited[:-1] + paid
+        # Of more idle time than was tried only this is known.
+        longest = waited[-1]
+        return float(min(either.min(), longest))
 
 
 class Trip:
@@ -106,8 +156,9 @@ class Trip:
         # Every token has a pair and every chunk a slice.
         self._constant = seconds.constant + seconds.per_slice
         self._rate = seconds.rate + seconds.per_pair
-        self._starts = self._constant + self._rate * sizes.smallest
-        self.least = float(self._starts[0])
+        starts = self._constant + self._rate * sizes.smallest
+        self._starts = starts
+        self.least = float(starts[0])
 
     def growth(self, added: SizeRates, *, early_context: bool) -> Floats:
         """Return (chunks,) the most that the trip of each next chunk can be, in idle times.
@@ -115,14 +166,15 @@ class Trip:
         Each chunk adds at most `added` to the trips of those after it. With `early_context`
         contexts are no longer than all chunks before, else they may be of any length.
         """
+        g = self._largest_ratio(added, any_context=not early_context)
         context_g = 0.0
         if early_context:
             # Chunks before have no more tokens than their trips have seconds for.
-            least_per_token = self._seconds.least_per_token().item()
-            context_g = max(0.0, added.per_context_token.item()) / max(TINY, least_per_token)
-        g = self._largest_ratio(added, any_context=not early_context)
+            per_token = self._seconds.least_per_token()
+            context_g = _ratios(added.per_context_token, per_token).item()
         if max(g, context_g) > _MOST_GROWTH:
-            return np.append(1.0, np.full(_MOST_CHUNKS - 1, np.inf))
+            unbounded = np.full(_MOST_CHUNKS - 1, np.inf)
+            return np.append(1.0, unbounded)
         trips: list[float] = []
         before = 0.0
         # For each chunk before, the trips before that one.
@@ -134,29 +186,16 @@ class Trip:
             before += trip
         return np.array(trips)
 
-    def price(self, growth: Floats, charges: Charges, *, slack: float) -> float:
-        """Return the least price of idle time and of the surcharges of chunks that it bounds.
+    def place(self, trips: Floats) -> Ints:
+        """Return the ranges of the largest sizes of chunks whose trips take so long."""
+        return np.searchsorted(self._starts, trips, side="right") - 1
 
-        The chunks of this end are those that have less than half of the tokens.
-        """
-        if self.least <= 0:
-            return 0.0
-        idle = self.least * _IDLE_TRIPS
-        # Between two idle times: the smaller one, and trips of the larger one.
-        trips = idle[1:, None] * growth
-        place = np.searchsorted(self._starts, trips, side="right") - 1
+    def largest_sizes(self, trips: Floats, place: Ints) -> Floats:
+        """Return the largest sizes of chunks whose trips take so long, in their ranges."""
         beyond_constant = trips - self._constant[place]
-        reached = beyond_constant / np.maximum(self._rate[place], TINY)
-        largest = np.minimum(reached, self._sizes.largest[place])
-        is_bounded = np.cumsum(largest, axis=1) < charges.num_tokens / 2
-        # A chunk may as well be smaller than it can be.
-        least_surcharges = np.minimum.accumulate(charges.surcharges)
-        surcharges = np.maximum(0.0, least_surcharges)[place] * is_bounded
-        paid = surcharges.sum(axis=1)
-        waited = charges.per_second * np.maximum(0.0, idle - slack)
-        # Of more idle time than was tried only this is known.
-        longest = waited[-1]
-        return float(min((waited[:-1] + paid).min(), longest))
+        rate = np.maximum(TINY, self._rate[place])
+        reached = beyond_constant / rate
+        return np.minimum(reached, self._sizes.largest[place])
 
     def _largest_ratio(self, added: SizeRates, *, any_context: bool) -> float:
         """Return g of the proof: the most that any part of `added` is of the same part of the trip.
@@ -174,25 +213,30 @@ class Trip:
         if any_context:
             tops.append(added.per_context_token)
             bottoms.append(own.per_context_token)
-        top = np.maximum(0.0, np.concatenate(tops))
-        bottom = np.maximum(TINY, np.concatenate(bottoms))
-        return float((top / bottom).max())
+        ratios = _ratios(np.concatenate(tops), np.concatenate(bottoms))
+        return float(ratios.max())
+
+
+def _ratios(tops: Floats, bottoms: Floats) -> Floats:
+    # Less than nothing would only make the proof's sums smaller, so it counts as nothing.
+    return np.asarray(np.maximum(0.0, tops) / np.maximum(TINY, bottoms))
 
 
 def _slack_seconds(rates: ChunkRates, stage: int) -> Floats:
     """Return (stage,) the most that B of all chunks can take longer than on each stage before."""
-    longer = rates.backward[stage] - rates.backward[:stage]
+    backward = rates.backward
+    longer = backward[stage] - backward[:stage]
     lengths = rates.lengths
     # Each token has at most a slice and a context by itself, with the longest sequence before it.
-    context = np.maximum(0.0, longer.per_context_token) * lengths[0]
+    context = np.maximum(0.0, longer.per_context_token)
     per_token = (
         np.maximum(0.0, longer.most_per_token())
         + np.maximum(0.0, longer.per_slice)
         + np.maximum(0.0, longer.per_context)
         + np.maximum(0.0, longer.per_continued_token)
-        + context
+        + context * lengths[0]
     )
-    num_pairs = (lengths * (lengths + 1) / 2).sum()
-    pairs = np.maximum(0.0, longer.per_pair) * num_pairs
-    tokens = per_token * lengths.sum()
-    return np.asarray((tokens + pairs)[:, 0])
+    num_pairs = lengths * (lengths + 1) / 2
+    pairs = np.maximum(0.0, longer.per_pair) * num_pairs.sum()
+    slacks = per_token * lengths.sum() + pairs
+    return np.asarray(slacks[:, 0])

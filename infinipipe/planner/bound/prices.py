@@ -24,18 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.aliases import Bools, Floats
+from infinipipe.aliases import Floats
 from infinipipe.costs.rates import TINY, ChunkRates, SizeRates
 from infinipipe.planner.bound.ends import Charges, Ends
-
-# Sequences longer than this part of the longest pay for contexts. The others, with their tokens
-# at low positions, would rather gain by it.
-_LONG = 0.25
-
-# Positions of a class of sequences: the first, and the others from a 32nd of the longest on. More
-# of them follow the concave price closer, and each costs time.
-_NUM_POSITIONS = 9
-_FIRST_PART = 1 / 32
+from infinipipe.planner.bound.positions import Positions, make_positions
 
 # Prices are climbed by these factors: first far, then close. Finer ones take longer.
 _STEPS = (3.0, 1.5)
@@ -64,19 +56,34 @@ FREE = Point(m=0.0, p=0.0)
 _START = Point(m=0.1, p=0.012)
 
 
+_Move = Callable[[Point, float], Point]
+"""Prices that are larger or smaller by a factor."""
+
+
 class _Share(NamedTuple):
-    """What a token pays of the seconds of a chunk of t tokens: a/t + b; (positions, ranges)."""
+    """What a token pays of the seconds of a chunk of t tokens: a/t + b."""
 
     a: Floats
     b: Floats
 
 
-class _Terms(NamedTuple):
-    """What a token pays at some prices: a/t + b + c*t in a chunk of t tokens.
+class _Shares(NamedTuple):
+    """What a token pays at a price of 1, in arrays of (positions, ranges).
 
-    Arrays are (2, positions, ranges): with no recompute, and with that of all layers. In between
-    is the mean of both.
+    Those of `held` are (2, positions, ranges): without recompute, and with that of all layers. To
+    recompute some of the layers costs a mean of both.
     """
+
+    held: _Share
+    """Of the seconds of F, B and recompute on `held`."""
+    busy: _Share
+    """Of the seconds of F and B on `busy`."""
+    room: _Share
+    """Of all the room, by bytes on `held` * seconds: a + b*t, as the bytes grow with t, too."""
+
+
+class _Terms(NamedTuple):
+    """What a token pays at some prices: a/t + b + c*t in a chunk of t tokens."""
 
     a: Floats
     b: Floats
@@ -94,31 +101,18 @@ class Prices:
         self._num_sequences = len(lengths)
         self._num_tokens = float(lengths.sum())
         self._forced = forced
-        positions = _positions(lengths)
+        positions = make_positions(lengths)
         self._weights = positions.weights
-
         held_work = rates.work[held]
-        work = _token_share(held_work, positions)
-        recompute = _token_share(rates.recompute, positions)
-        num_layers = rates.num_layers[held]
-        recomputed_a = work.a + num_layers * recompute.a
-        recomputed_b = work.b + num_layers * recompute.b
-        self._held_a = np.stack([work.a, recomputed_a])
-        self._held_b = np.stack([work.b, recomputed_b])
-        self._held_per_slice = held_work.per_slice.item()
-
         busy_work = rates.work[busy]
-        self._busy = _token_share(busy_work, positions)
+        self._held_per_slice = held_work.per_slice.item()
         self._busy_per_slice = busy_work.per_slice.item()
         self._dearest_recompute_s = _dearest_recompute_seconds(rates, busy, lengths[0])
-
-        # bytes * trip = kept * t * (trip.a + trip.b * t), and a token's share is a t-th of it.
-        kept = _kept_bytes(rates, held)
-        room = rates.room[held]
-        trip = _token_share(_trip_rates(rates, held), positions)
-        transient = _token_share(_transient_rates(rates, held), positions)
-        self._room_b = (kept * trip.a + transient.a) / room
-        self._room_c = (kept * trip.b + transient.b) / room
+        self._shares = _Shares(
+            held=_held_share(rates, held, positions),
+            busy=_token_share(busy_work, positions),
+            room=_room_share(rates, held, positions),
+        )
 
     def bound(self, point: Point, ends: Ends | None, num_replicas: int) -> float:
         """Return the bound at some prices, with the ends of `busy` and its forced recompute."""
@@ -150,16 +144,19 @@ class Prices:
         return point
 
     def _follow(
-        self, point: Point, value: float, move: Callable[[Point, float], Point], factor: float
+        self,
+        point: Point,
+        value: float,
+        move: _Move,
+        factor: float,
     ) -> tuple[Point, float]:
         """Return the last point, and its value, that a move from the one before has improved."""
         while True:
             moved = move(point, factor)
             moved_value = self._value(moved)
-            improved = moved_value > value * (1 + _LEAST_GAIN)
-            # Rates below 0, which only a made-up profile has, can make all values negative: none of
-            # them is a bound, and by the factor they would improve for ever.
-            if not improved or moved_value <= 0:
+            # Below 0, where rates of less than 0 can lead, more than the value is no gain yet.
+            enough = max(value, value * (1 + _LEAST_GAIN))
+            if not moved_value > enough:
                 return point, value
             point = moved
             value = moved_value
@@ -175,27 +172,30 @@ class Prices:
     def _terms(self, point: Point) -> _Terms:
         m, p = point
         n = point.n
-        a = m * self._held_a + n * self._busy.a
-        b = m * self._held_b + n * self._busy.b + p * self._room_b
-        c = p * self._room_c
-        return _Terms(a, b, c)
+        held, busy, room = self._shares
+        return _Terms(
+            a=m * held.a + n * busy.a,
+            b=m * held.b + n * busy.b + p * room.a,
+            c=p * room.b,
+        )
 
     def _token_prices(self, terms: _Terms) -> Floats:
         """Return (positions,) the least that a token pays."""
         a, b, c = terms
         # a/t + c*t is least where both are equal.
-        square = np.maximum(a, 0.0) / np.maximum(c, TINY)
-        t = np.clip(np.sqrt(square), self._sizes.smallest, self._sizes.largest)
+        t_squared = np.maximum(a, 0.0) / np.maximum(c, TINY)
+        best = np.sqrt(t_squared)
+        t = best.clip(self._sizes.smallest, self._sizes.largest)
         price = a / t + b + c * t
         return np.asarray(price.min(axis=(0, 2)))
 
     def _surcharges(self, terms: _Terms, token_prices: Floats) -> Floats:
         """Return (ranges,) how much more than its tokens pay a chunk costs at least."""
         a, b, c = terms
-        # a + beyond*t + c*t*t, which is least where its slope is 0.
+        # a + beyond*t + c*t*t is least where its slope is 0.
         beyond = b - token_prices[:, None]
-        level = -beyond / np.maximum(2 * c, TINY)
-        t = np.clip(level, self._sizes.smallest, self._sizes.largest)
+        best = -beyond / np.maximum(2 * c, TINY)
+        t = best.clip(self._sizes.smallest, self._sizes.largest)
         surcharge = a + beyond * t + c * t * t
         return np.asarray(surcharge.min(axis=(0, 1)))
 
@@ -220,23 +220,65 @@ class Prices:
             return self._num_tokens
         share = self._total(point, token_prices) / num_replicas
         recompute = point.n * self._dearest_recompute_s
-        dearest = float(token_prices.max()) + self._slice_price(point) + recompute
+        dearest_price = float(token_prices.max())
+        dearest = dearest_price + self._slice_price(point) + recompute
         return share / dearest
 
 
 def _move_both(point: Point, factor: float) -> Point:
-    return Point(min(1.0, point.m * factor), point.p * factor)
+    return Point(
+        m=min(1.0, point.m * factor),
+        p=point.p * factor,
+    )
 
 
 def _move_room(point: Point, factor: float) -> Point:
-    return Point(point.m, point.p * factor)
+    return Point(
+        m=point.m,
+        p=point.p * factor,
+    )
+
+
+def _token_share(seconds: SizeRates, positions: Positions) -> _Share:
+    """Return what a token at each position pays; (positions, ranges)."""
+    # Its part of the context is (x - (t + 1) / 2) / t = (x - 1/2) / t - 1/2.
+    context = positions.is_long * seconds.per_context_token
+    pairs = seconds.per_pair * positions.x
+    return _Share(
+        a=seconds.constant + context * (positions.x - 0.5),
+        b=seconds.rate + pairs - context / 2,
+    )
+
+
+def _held_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
+    work = _token_share(rates.work[held], positions)
+    recompute = _token_share(rates.recompute, positions)
+    num_layers = rates.num_layers[held]
+    recomputed_a = work.a + num_layers * recompute.a
+    recomputed_b = work.b + num_layers * recompute.b
+    return _Share(
+        a=np.stack([work.a, recomputed_a]),
+        b=np.stack([work.b, recomputed_b]),
+    )
+
+
+def _room_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
+    # bytes * trip = kept * t * (trip.a + trip.b * t), and a token's share is a t-th of it.
+    kept = _kept_bytes(rates, held)
+    trip = _token_share(_trip_rates(rates, held), positions)
+    transient = _token_share(_transient_rates(rates, held), positions)
+    room = rates.room[held]
+    return _Share(
+        a=(kept * trip.a + transient.a) / room,
+        b=(kept * trip.b + transient.b) / room,
+    )
 
 
 def _kept_bytes(rates: ChunkRates, held: int) -> Floats:
     """Return (2, 1, 1) the bytes per token kept from F to B: with no recompute and with all."""
     sizes = rates.bytes
     num_layers = rates.num_layers[held]
-    full = num_layers * (sizes.full + sizes.kv)
+    full = num_layers * sizes.full_with_kv
     recomputed = num_layers * sizes.input
     layers = np.stack([full, recomputed])[:, None]
     return np.asarray(layers + sizes.beside_layers[held])
@@ -252,67 +294,15 @@ def _trip_rates(rates: ChunkRates, held: int) -> SizeRates:
 
 def _transient_rates(rates: ChunkRates, held: int) -> SizeRates:
     """Return the transient bytes per token of F and B, times the seconds that these run."""
-    forward = rates.bytes.forward_transient
-    backward = float(rates.bytes.backward_transient[held].item())
-    return rates.forward[held] * forward + rates.backward[held] * backward
+    backward_bytes = rates.bytes.backward_transient[held]
+    forward = rates.forward[held] * rates.bytes.forward_transient
+    backward = rates.backward[held] * float(backward_bytes.item())
+    return forward + backward
 
 
 def _dearest_recompute_seconds(rates: ChunkRates, busy: int, longest: float) -> float:
     """Return what recomputing all layers of a token takes at the end of the longest sequence."""
-    layer = rates.recompute.least_per_token() + longest * rates.recompute.per_pair
+    recompute = rates.recompute
+    layer = recompute.least_per_token() + longest * recompute.per_pair
     layers = rates.num_layers[busy] * layer
     return float(layers.item())
-
-
-class _Positions(NamedTuple):
-    """Positions in sequences between which prices are taken for straight."""
-
-    x: Floats
-    """(positions, 1)"""
-    weights: Floats
-    """(positions,) what is straight in between adds up by them to the sum over all tokens."""
-    is_long: Bools
-    """(positions, 1) whether it is of the long sequences, which pay for contexts."""
-
-
-def _positions(lengths: Floats) -> _Positions:
-    long = lengths > _LONG * lengths[0]
-    x, weights = _class_positions(lengths[long])
-    num_long = len(x)
-    if not long.all():
-        short_x, short_weights = _class_positions(lengths[~long])
-        x = np.concatenate([x, short_x])
-        weights = np.concatenate([weights, short_weights])
-    is_long = np.arange(len(x)) < num_long
-    return _Positions(x[:, None], weights, is_long[:, None])
-
-
-def _class_positions(lengths: Floats) -> tuple[Floats, Floats]:
-    """Return positions in sequences, and their weights."""
-    longest = float(lengths[0])
-    start = max(1.0, longest * _FIRST_PART)
-    rest = np.geomspace(start, longest, _NUM_POSITIONS - 1)
-    x = np.unique(np.round([1.0, *rest]))
-    first = x[:-1, None]
-    last = x[1:, None]
-    # (positions - 1, lengths) the tokens of each sequence after `first` up to `last`. Each counts
-    # for `last` by how far on it is, and for `first` by the rest.
-    counts = np.clip(lengths, first, last) - first
-    total = counts.sum(axis=1)
-    distances = counts * (counts + 1) / 2
-    far = distances.sum(axis=1) / (x[1:] - x[:-1])
-    weights = np.zeros(len(x))
-    weights[0] = len(lengths)
-    weights[1:] += far
-    weights[:-1] += total - far
-    return x, weights
-
-
-def _token_share(seconds: SizeRates, positions: _Positions) -> _Share:
-    """Return what a token pays of the seconds of a chunk of t tokens, as a/t + b."""
-    # Its part of the context is (x - (t + 1) / 2) / t = (x - 1/2) / t - 1/2.
-    context = positions.is_long * seconds.per_context_token
-    return _Share(
-        a=seconds.constant + context * (positions.x - 0.5),
-        b=seconds.rate + seconds.per_pair * positions.x - context / 2,
-    )

@@ -52,8 +52,7 @@ def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBy
     whole_held = np.minimum(inputs, sizes.least) * lengths
     # A split one has its K and V in slots, and in its last B all their gradients.
     layer_tokens = num_layers * lengths
-    slot_per_layer = sizes.kv + sizes.kv_gradients
-    split_last = layer_tokens * slot_per_layer
+    split_last = layer_tokens * sizes.slot
     split_held = layer_tokens * sizes.kv
     either_last = np.minimum(whole_last, split_last)
     either_held = np.minimum(whole_held, split_held)
@@ -66,9 +65,11 @@ def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBy
 def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
     """Return (stages,) how many of the longest sequences take turns."""
     # Of each sequence and the next shorter one.
-    longer_last, shorter_last = needed.last[:, :-1], needed.last[:, 1:]
-    longer_held, shorter_held = needed.held[:, :-1], needed.held[:, 1:]
-    together = np.minimum(shorter_last + longer_held, longer_last + shorter_held)
+    longer = np.s_[:, :-1]
+    shorter = np.s_[:, 1:]
+    in_last_of_longer = needed.last[longer] + needed.held[shorter]
+    in_last_of_shorter = needed.last[shorter] + needed.held[longer]
+    together = np.minimum(in_last_of_shorter, in_last_of_longer)
     take_turns = together > rates.backward_room
     turns_so_far = np.cumprod(take_turns, axis=1)
     return np.asarray(1 + turns_so_far.sum(axis=1))
@@ -81,12 +82,13 @@ def _open_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Float
     open at least while its slices run on any one of the stages from this one on.
     """
     tokens = whole_recompute_tokens(rates, lengths)
-    layers = np.ceil(tokens / lengths * _ROUNDING)
-    recomputed = np.minimum(layers, rates.num_layers)
+    layers = tokens / lengths * _ROUNDING
+    recomputed = np.minimum(np.ceil(layers), rates.num_layers)
     recompute = recomputed * rates.recompute.whole_seconds(lengths)
     whole = rates.work.whole_seconds(lengths) + recompute
     split = rates.work.split_seconds(lengths)
-    # From the last stage up.
-    trips = np.cumsum(whole[::-1], axis=0)[::-1]
+    # On a stage and on all below: from the last stage up.
+    trips = whole[::-1].cumsum(axis=0)[::-1]
     slices = np.maximum.accumulate(split[::-1], axis=0)[::-1]
-    return np.where(can_split, np.minimum(slices, trips), trips)
+    either = np.minimum(slices, trips)
+    return np.where(can_split, either, trips)

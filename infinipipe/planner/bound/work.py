@@ -29,17 +29,19 @@ def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
     layer, it holds this layer whole, and all slices before still keep the inputs of all layers.
     """
     sizes = rates.bytes
-    last = sizes.full + sizes.beside_layers + sizes.backward_transient
-    before = rates.num_layers * sizes.input + sizes.beside_layers
+    beside_layers = sizes.beside_layers
+    inputs = rates.num_layers * sizes.input
+    last = sizes.full + beside_layers + sizes.backward_transient
+    before = inputs + beside_layers
     # Straight in the tokens of the last slice, so least for the smallest or for the largest one.
     others = lengths - 1
     with_smallest = last + before * others
     with_largest = last * others + before
     slices = np.minimum(with_smallest, with_largest)
 
-    slot_per_layer = sizes.kv + sizes.kv_gradients
-    slot = rates.num_layers * slot_per_layer * lengths
-    fits = slices + slot <= rates.backward_room
+    slots = rates.num_layers * sizes.slot * lengths
+    needed = slices + slots
+    fits = needed <= rates.backward_room
     return np.asarray(fits.all(axis=0))
 
 
@@ -52,22 +54,25 @@ def whole_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
     sizes = rates.bytes
     held = _kept_bytes(rates) + sizes.backward_transient
     beyond_room = held * lengths - rates.backward_room
+    lacking = np.maximum(0.0, beyond_room)
     freed = sizes.freed + sizes.kv
-    return np.maximum(0.0, beyond_room) / freed
+    return lacking / freed
 
 
 def forced_recompute_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
     """Return (stages,) the least seconds of recompute that sequences force, each by itself."""
+    recompute = rates.recompute
     num_layers = rates.num_layers
-    split = np.where(can_split, _split_recompute_tokens(rates, lengths), np.inf)
+    if_split = _split_recompute_tokens(rates, lengths)
+    split = np.where(can_split, if_split, np.inf)
     whole = whole_recompute_tokens(rates, lengths)
     either = np.minimum(split, whole)
     tokens = np.minimum(either, num_layers * lengths)
 
     # Cheapest are the first tokens, whose attention is short, in all layers.
     prefix = tokens / num_layers
-    pairs = num_layers * rates.recompute.per_pair * prefix * prefix / 2
-    seconds = rates.recompute.least_per_token() * tokens + pairs
+    pairs = num_layers * recompute.per_pair * prefix * prefix / 2
+    seconds = recompute.least_per_token() * tokens + pairs
     return np.asarray(seconds.sum(axis=1))
 
 
@@ -80,7 +85,8 @@ def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
     mostly for less: then it is least where they meet.
     """
     sizes = rates.bytes
-    beyond_room = _kept_bytes(rates) * lengths - rates.backward_room
+    kept = _kept_bytes(rates) * lengths
+    beyond_room = kept - rates.backward_room
     kv_gradients = sizes.kv_gradients * lengths
     all_kv_gradients = rates.num_layers * kv_gradients
     layers_done = (rates.num_layers - 1) * sizes.full
@@ -93,13 +99,15 @@ def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
         transient = sizes.backward_transient * last
         begin = kv_gradients
         first_layer = all_kv_gradients - layers_done * last
-        needed = beyond_room + transient + np.maximum(begin, first_layer)
-        lacking = np.minimum(lacking, needed)
-    return np.asarray(np.maximum(0.0, lacking) / sizes.freed)
+        gradients = np.maximum(begin, first_layer)
+        with_last = beyond_room + transient + gradients
+        lacking = np.minimum(lacking, with_last)
+    lacking = np.maximum(0.0, lacking)
+    return np.asarray(lacking / sizes.freed)
 
 
 def _kept_bytes(rates: ChunkRates) -> Floats:
     """Return (stages, 1) the bytes per token from F to B without recompute, K and V included."""
     sizes = rates.bytes
-    layer = sizes.full + sizes.kv
-    return rates.num_layers * layer + sizes.beside_layers
+    layers = rates.num_layers * sizes.full_with_kv
+    return layers + sizes.beside_layers
