@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinipipe.aliases import Ints
 from infinipipe.costs import Work
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, VerifyError
@@ -504,11 +503,13 @@ def test_a_solvers_answer_that_does_not_fit_is_not_taken(
     problem, solve = tight_problem(), diagonals.solve_diagonals
     calls: list[int] = []
 
-    def too_good(*arguments: Any) -> tuple[Ints, str, float | None]:
-        solution, *told = solve(*arguments)
-        calls.append(int(solution.sum()))
-        less = solution - 1 if wrong == "one layer less everywhere" else np.zeros_like(solution)
-        return np.asarray(np.maximum(0, less)), *told
+    def too_good(*arguments: Any) -> diagonals.TiedSolution:
+        solution = solve(*arguments)
+        calls.append(int(solution.counts.sum()))
+        less = np.zeros_like(solution.counts)
+        if wrong == "one layer less everywhere":
+            less = np.maximum(0, solution.counts - 1)
+        return solution._replace(counts=less)
 
     monkeypatch.setattr(paper, "solve_diagonals", too_good)
     found, _ = paper_plan(problem)

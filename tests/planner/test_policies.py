@@ -30,8 +30,8 @@ from infinipipe.planner.policies.epp import SearchSpace, plan_alone, plan_epp, p
 from infinipipe.planner.policies.epp.search import search_schedule
 from infinipipe.planner.policies.paper import make_chains, plan_paper
 from infinipipe.planner.policies.tied_recompute import (
+    chunk_diagonals,
     diagonal_counts,
-    diagonal_places,
     solve_diagonals,
     sweep_diagonals,
 )
@@ -312,7 +312,9 @@ def test_scips_counts_are_used_where_they_are_better(monkeypatch: pytest.MonkeyP
     )
     solved = plan_paper(problem)
     monkeypatch.setattr(
-        paper, "solve_diagonals", lambda memories, limits, start: (start, "not asked", None)
+        paper,
+        "solve_diagonals",
+        lambda memories, limits, start: diagonals.TiedSolution(start, "not asked", None),
     )
     swept = plan_paper(problem)
     assert isinstance(solved, Schedule)
@@ -380,7 +382,7 @@ def test_counts_are_tied_along_diagonals() -> None:
             counts[stage][order[stage]][:-1].tolist()
             == counts[stage + 1][order[stage + 1]][1:].tolist()
         )
-    assert diagonal_places(memories[0], 3, 0)[order[0][0]] == 2
+    assert chunk_diagonals(memories[0], 3, 0)[order[0][0]] == 2
 
 
 def test_paper_groups_long_chains_apart_when_memory_is_short() -> None:

@@ -17,7 +17,7 @@ from infinipipe.aliases import Ints
 from infinipipe.costs import StageMemory
 from infinipipe.planner.passes import recompute_program as polish_module
 from infinipipe.planner.passes.order import Window, windowed_order
-from infinipipe.planner.passes.recompute_program import Solved, polish
+from infinipipe.planner.passes.polish import Solved, polish
 from infinipipe.planner.passes.schedule import (
     CostedChains,
     Schedule,
