@@ -1,4 +1,4 @@
-"""The house keeps its order: its map is true, words are used, constants say why, imports run one way."""
+"""The house keeps its order: a true map, words in use, reasons at constants, imports one way."""
 
 from __future__ import annotations
 
