@@ -130,15 +130,16 @@ class CostModel:
         """Return the seconds in which the replicas of a stage add up their gradients.
 
         In a ring of D ranks each sends 2 (D - 1) / D of the buffer in 2 (D - 1) messages. What was
-        measured among N ranks is taken to another number of them by that.
+        measured among N ranks is taken to another number of them by that. A tied weight is priced
+        like the others, though both ends of the pipeline add it up together.
         """
-        ranks = self.layout.num_replicas
+        ranks = self.layout.num_copies
         if ranks == 1:
             return 0.0
         num_bytes = _GRADIENT_BYTES * self._parameters(stage_index)
         times = self.profile.times
         measured_ranks = times.all_to_all_ranks
-        if times.all_reduce_s is None or measured_ranks == 1:
+        if times.all_reduce_s is None or measured_ranks <= 1:
             # Only neighbours were measured: a ring of them.
             line = times.transfer_s
             message_s = line.constant + line.rate * num_bytes / ranks

@@ -95,7 +95,12 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def num_ranks(self) -> int:
         """Devices that the job needs."""
-        return self.num_stages * self.sequence_parallel * self.num_replicas
+        return self.num_stages * self.num_copies
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold the weights of one stage, and add up their gradients."""
+        return self.sequence_parallel * self.num_replicas
 
 
 class DatasetInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

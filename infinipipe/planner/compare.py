@@ -16,6 +16,7 @@ from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Step
 from infinipipe.ir.time_shares import TimeShares
 from infinipipe.ir.verify import verify_header, verify_step
+from infinipipe.planner.batches import Batches
 from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions, Request
 from infinipipe.planner.policies import POLICIES
@@ -78,6 +79,8 @@ def compare_grid(
     """
     choices = _choices(options, stages, memories)
     requests = [choice.resolve(profile, len(dataset)) for choice in choices]
+    # Neither stages nor memory move a row to another step.
+    batches = draw_batches(dataset, requests[0])
     cells = []
     for number, request in enumerate(requests):
 
@@ -87,7 +90,7 @@ def compare_grid(
 
         rows: list[Row | InfeasibleRow]
         try:
-            rows = compare_policies(dataset, profile, request, policies, advance)
+            rows = compare_policies(dataset, profile, request, batches, policies, advance)
         except InfeasibleError as error:
             rows = [InfeasibleRow(policy=policy, reason=str(error)) for policy in policies]
         cells.append(
@@ -113,6 +116,7 @@ def compare_policies(
     dataset: Dataset,
     profile: Profile,
     request: Request,
+    batches: Batches,
     policies: SequenceOf[str] = tuple(POLICIES),
     progress: Progress | None = None,
 ) -> list[Row | InfeasibleRow]:
@@ -129,7 +133,6 @@ def compare_policies(
         known = ", ".join(POLICIES)
         raise InputError(f"--policies {unknown[0]}: no such policy; there are {known}")
     pipeline = make_pipeline(dataset, profile, request)
-    batches = draw_batches(dataset, request)
     total = len(policies) * request.num_steps
     rows: list[Row | InfeasibleRow] = []
     for number, policy in enumerate(policies):

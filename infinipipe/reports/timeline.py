@@ -7,18 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from infinipipe.costs.predict import Span
-from infinipipe.ir import Header, OpKind, Replica, Step, show_op
+from infinipipe.ir import TRAITS, Direction, Header, Replica, Step, show_op
 from infinipipe.reports.plan_view import chunk_kind
 
 Event = dict[str, Any]
 """One object of the Trace Event Format."""
-
-KIND_NAMES = {
-    OpKind.FORWARD: "forward",
-    OpKind.BACKWARD: "backward",
-    OpKind.BACKWARD_INPUT: "backward input",
-    OpKind.BACKWARD_WEIGHT: "backward weight",
-}
 
 _ARROW_BEFORE_END = 0.001
 """Share of the sender's span by which an arrow leaves before it ends: an arrow belongs to the span
@@ -75,7 +68,7 @@ def _ops(step: Step, spans: SequenceOf[Span]) -> Iterator[Event]:
             "recomputed layers": replica.recompute[span.stage][span.op.chunk],
         }
         seconds = span.end_s - span.start_s
-        yield _complete(span, span.name, KIND_NAMES[span.op.kind], seconds, facts)
+        yield _complete(span, span.name, TRAITS[span.op.kind].name, seconds, facts)
         if span.recompute_s > 0:
             yield _complete(span, "recompute", "recompute", span.recompute_s, {})
 
@@ -90,18 +83,16 @@ def _arrows(spans: SequenceOf[Span]) -> Iterator[Event]:
         direction = _direction(sender)
         next_stage = sender.stage + direction
         receiver = receivers.get((sender.replica, next_stage, sender.op.chunk, direction))
-        if direction == 0 or receiver is None:
+        if direction == Direction.STAY or receiver is None:
             continue
         number += 1
         yield _arrow_start(sender, number)
         yield _arrow_end(receiver, number)
 
 
-def _direction(span: Span) -> int:
-    """Return how many stages further an op's result goes."""
-    if span.op.kind == OpKind.FORWARD:
-        return 1
-    return 0 if span.op.kind == OpKind.BACKWARD_WEIGHT else -1
+def _direction(span: Span) -> Direction:
+    """Return where an op's result goes."""
+    return TRAITS[span.op.kind].travels
 
 
 def _counters(spans: SequenceOf[Span]) -> Iterator[Event]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from infinipipe.runtime.model import EMBEDDING, HEAD
+from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
 from infinipipe.runtime.ranks import Groups, Ranks
 
 MAX_GRAD_NORM = 1.0
@@ -29,14 +29,15 @@ class Gradients:
     """The gradients of one stage's parameters.
 
     Args:
-        parameters: by global name, with gradients allocated.
+        model: the stage, made trainable.
         ranks: this process.
         groups: the groups it talks in.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], ranks: Ranks, groups: Groups) -> None:
-        self._parameters = parameters
-        self._num_copies = ranks.num_copies
+    def __init__(self, model: StageModel, ranks: Ranks, groups: Groups) -> None:
+        self._parameters = model.global_parameters()
+        self._buffer = model.gradients
+        self._num_copies = ranks.layout.num_copies
         self._copies = groups.copies
         self._tied = groups.tied
         self._tied_name: str | None = None
@@ -44,20 +45,14 @@ class Gradients:
             self._tied_name = EMBEDDING if ranks.stage_index == 0 else HEAD
 
     def sum_over_ranks(self) -> None:
-        """Add up every gradient over the ranks that hold its weight.
-
-        All transfers are begun before any is waited for, so that they go as one.
-        """
-        works: list[dist.Work | None] = []
-        for name, gradient in self._by_name().items():
+        """Add up every gradient over the ranks that hold its weight."""
+        if self._tied is not None:
             # One sum over both copies of a tied weight and all replicas at once; the two copies
             # then take the same update.
-            group = self._tied if name == self._tied_name else self._copies
-            if group is not None:
-                works.append(dist.all_reduce(gradient, group=group, async_op=True))
-        for work in works:
-            assert work is not None
-            work.wait()
+            dist.all_reduce(self._tied_gradient(), group=self._tied)
+        if self._copies is not None:
+            for part in self._parts_without_tied():
+                dist.all_reduce(part, group=self._copies)
 
     def totals(self, loss: Tensor) -> Totals:
         """Return the loss and the gradients' norm over all ranks, after `sum_over_ranks`.
@@ -75,13 +70,24 @@ class Gradients:
         """Scale all gradients so that a norm beyond `MAX_GRAD_NORM` becomes that."""
         scale = min(1.0, MAX_GRAD_NORM / (grad_norm + _TINY))
         if scale < 1.0:
-            for gradient in self._by_name().values():
-                gradient.mul_(scale)
+            self._buffer.mul_(scale)
 
     def zero(self) -> None:
         """Set all gradients to zero, in place."""
-        for gradient in self._by_name().values():
-            gradient.zero_()
+        self._buffer.zero_()
+
+    def _tied_gradient(self) -> Tensor:
+        assert self._tied_name is not None
+        return self._by_name()[self._tied_name]
+
+    def _parts_without_tied(self) -> list[Tensor]:
+        """Return what replicas add up: the whole buffer, but for a weight that is tied."""
+        if self._tied_name is None:
+            return [self._buffer]
+        tied = self._tied_gradient()
+        first = tied.storage_offset()
+        parts = [self._buffer[:first], self._buffer[first + tied.numel() :]]
+        return [part for part in parts if part.numel()]
 
     def _by_name(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}

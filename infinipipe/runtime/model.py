@@ -92,10 +92,16 @@ class StageModel(nn.Module):
             self.whole._init_weights(module)
 
     def make_trainable(self) -> None:
-        """Move the weights, which have their values now, to the device; add gradients of zeros."""
+        """Move the weights, which have their values now, to the device; add gradients of zeros.
+
+        All gradients are parts of one buffer, so that ranks can add them up in one transfer.
+        """
         self.whole.to(self.device)
-        for parameter in self.whole.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        parameters = list(self.whole.parameters())
+        sizes = [parameter.numel() for parameter in parameters]
+        self.gradients = torch.zeros(sum(sizes), device=self.device)
+        for parameter, part in zip(parameters, self.gradients.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return (1, tokens, hidden size) for (1, tokens) ids."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from infinipipe.ir import Direction, Layout
 
 AXES = ("dp", "pp", "sp")
-"""Names of the mesh's axes, outermost first, as torchtitan has them; see `Ranks`."""
+"""Names of the axes of a layout, outermost first, as torchtitan has them; see `Ranks`."""
+COPIES = "copies"
+"""Name of the axis of all ranks that hold the same weights: `dp` and `sp` as one."""
 
 
 class Channel(enum.Enum):
@@ -84,11 +87,6 @@ class Ranks:
         )
 
     @property
-    def num_copies(self) -> int:
-        """How many ranks hold the weights of this stage."""
-        return self.layout.num_replicas * self.layout.sequence_parallel
-
-    @property
     def is_end(self) -> bool:
         """Whether the stage is the first or the last: these hold the copies of a tied weight."""
         return self.stage_index in (0, self.layout.num_stages - 1)
@@ -120,7 +118,6 @@ class Groups:
         tied: whether embedding and head share their weight.
 
     Attributes:
-        mesh: all ranks, along `AXES`.
         channels: the groups of transfers between stages.
         copies: the ranks that hold this stage, whose gradients add up; None if there is no other.
         tied: the ranks that hold a copy of the tied weight; None where this rank has none, or where
@@ -128,9 +125,10 @@ class Groups:
     """
 
     def __init__(self, ranks: Ranks, device_kind: str, *, tied: bool) -> None:
-        self.mesh = init_device_mesh(device_kind, ranks.axis_sizes, mesh_dim_names=AXES)
         self.channels = channel_groups()
-        self.copies = _copies_group(self.mesh) if ranks.num_copies > 1 else None
+        self.copies: ProcessGroup | None = None
+        if ranks.layout.num_copies > 1:
+            self.copies = _stage_mesh(ranks, device_kind).get_group(COPIES)
         self.tied: ProcessGroup | None = None
         if tied and ranks.layout.num_stages > 1:
             # Ranks in between make it as well: a group needs every rank of the run.
@@ -146,11 +144,12 @@ def channel_groups() -> dict[Channel, ProcessGroup]:
     return {channel: _new_group() for channel in Channel}
 
 
-def _copies_group(mesh: DeviceMesh) -> ProcessGroup:
-    # Along every axis but that of the stages, as one axis; torchtitan flattens its meshes so, too.
-    copies = mesh["dp", "sp"]._flatten("copies")
-    group: ProcessGroup = copies.get_group()
-    return group
+def _stage_mesh(ranks: Ranks, device_kind: str) -> DeviceMesh:
+    """Return all ranks by their stage, and along the other axes, as one, the copies of it."""
+    by_axes = torch.arange(ranks.layout.num_ranks).reshape(ranks.axis_sizes)
+    stage_axis = AXES.index("pp")
+    by_stage = by_axes.movedim(stage_axis, 0).flatten(1)
+    return DeviceMesh(device_kind, by_stage, mesh_dim_names=("pp", COPIES))
 
 
 def _ends_group(ranks: Ranks) -> ProcessGroup:

@@ -52,7 +52,7 @@ class Worker:
         groups = Groups(self._ranks, run.device_kind, tied=self._header.model.tied)
         model = self._build_model()
         self._parameters = model.global_parameters()
-        self._gradients = Gradients(self._parameters, self._ranks, groups)
+        self._gradients = Gradients(model, self._ranks, groups)
         self._optimizer = make_optimizer(self._parameters, run.options.lr)
         transport = DistributedTransport(self._ranks.neighbours, groups.channels, self._device)
         self._executor = Executor(self._header, self._ranks.stage_index, model, transport)

@@ -34,7 +34,7 @@ from infinipipe.ir import (
 from infinipipe.ir.verify import verify_step
 from infinipipe.planner.batches import Batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
-from infinipipe.planner.compile import compile_plan
+from infinipipe.planner.compile import compile_plan, draw_batches
 from infinipipe.planner.options import CompileOptions
 from infinipipe.planner.passes.chunking import cut_chunks
 from infinipipe.planner.passes.order import windowed_order
@@ -182,7 +182,7 @@ def test_stages_of_1_2_2_3_layers_report_the_peak_of_the_heaviest(tmp_path: Path
     assert peaks[3] > 1.3 * sum(limits_of(profile, [1, 2, 2, 3], 0)) / 4
     dataset = dataset_of(tmp_path, [20] * 8)
     request = CompileOptions(**options).resolve(profile, len(dataset))
-    (row,) = compare_policies(dataset, profile, request, ["epp"])
+    (row,) = compare_policies(dataset, profile, request, draw_batches(dataset, request), ["epp"])
     assert row.feasible
     assert row.peak_bytes == tuple(peaks)
 

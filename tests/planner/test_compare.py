@@ -11,6 +11,7 @@ import pytest
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import InputError
 from infinipipe.planner.compare import InfeasibleRow, Row, compare_policies
+from infinipipe.planner.compile import draw_batches
 from infinipipe.planner.options import CompileOptions
 from tests.planner.toys import ROOMY, roomy_limits, toy_costs, toy_profile
 
@@ -28,10 +29,12 @@ def rows(
     dataset, profile = open_dataset(path, BYTES, 256), toy_profile(6)
     options = CompileOptions(num_stages=2, batch_size=4, memory_limit_bytes=limits)
     calls: list[tuple[int, int]] = []
+    request = options.resolve(profile, len(dataset))
     found = compare_policies(
         dataset,
         profile,
-        options.resolve(profile, len(dataset)),
+        request,
+        draw_batches(dataset, request),
         policies,
         lambda *call: calls.append(call),
     )

@@ -59,7 +59,7 @@ def test_every_stage_is_saved_once_and_one_rank_writes() -> None:
     layout = Layout(num_stages=3, sequence_parallel=2, num_replicas=2)
     assert [r.stage_index for r in everyone(layout) if r.saves_weights] == [0, 1, 2]
     assert [r.rank for r in everyone(layout) if r.is_writer] == [0]
-    assert [layout.num_ranks // r.num_copies for r in everyone(layout)] == [3] * 12
+    assert [layout.num_ranks // r.layout.num_copies for r in everyone(layout)] == [3] * 12
     stages = [Ranks(layout, 0).ranks_of_stage(stage) for stage in range(3)]
     assert stages == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
@@ -95,9 +95,6 @@ def _check_groups(rank: int, layout: Layout, store_path: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     ranks = Ranks(layout, rank)
     groups = Groups(ranks, "cpu", tied=True)
-    coordinate = groups.mesh.get_coordinate()
-    assert coordinate is not None
-    assert tuple(coordinate) == (ranks.replica, ranks.stage_index, ranks.sequence_index)
     last = layout.num_stages - 1
     ends = sorted(ranks.ranks_of_stage(0) + ranks.ranks_of_stage(last)) if last else None
     same_stage = ranks.ranks_of_stage(ranks.stage_index)
