@@ -69,9 +69,9 @@ def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
     # Of each sequence and the next shorter one.
     longer = np.s_[:, :-1]
     shorter = np.s_[:, 1:]
-    closing_longer = needed.closing[longer] + needed.held[shorter]
-    closing_shorter = needed.closing[shorter] + needed.held[longer]
-    together = np.minimum(closing_shorter, closing_longer)
+    while_longer_closes = needed.closing[longer] + needed.held[shorter]
+    while_shorter_closes = needed.closing[shorter] + needed.held[longer]
+    together = np.minimum(while_shorter_closes, while_longer_closes)
     take_turns = together > rates.backward_room
     turns_so_far = np.cumprod(take_turns, axis=1)
     return np.asarray(1 + turns_so_far.sum(axis=1))
@@ -80,8 +80,8 @@ def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
 def _open_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
     """Return (stages, lengths) the least seconds that a sequence is open on a stage.
 
-    One that is not split is open while it travels down from the stage and back: its stay. A split one is
-    open at least while its slices run on any one of the stages from this one on.
+    One that is not split is open for its stay, while it travels down from the stage and back. A
+    split one is open at least while its slices run on any one of the stages from this one on.
     """
     layer_tokens = whole_recompute_layer_tokens(rates, lengths)
     layers = layer_tokens / lengths * _ROUNDING
