@@ -19,7 +19,7 @@ _BACKWARD = _CODES[OpKind.BACKWARD]
 _TRAVELS = np.array([int(TRAITS[kind].travels) for kind in KINDS], dtype=np.int64)
 _OPENS_ACTIVATIONS = np.array([TRAITS[kind].opens is Held.ACTIVATIONS for kind in KINDS])
 _CLOSES_ACTIVATIONS = np.array([TRAITS[kind].closes is Held.ACTIVATIONS for kind in KINDS])
-_ACTIVATIONS = _OPENS_ACTIVATIONS.astype(np.int64) - _CLOSES_ACTIVATIONS
+_ACTIVATIONS: Ints = _OPENS_ACTIVATIONS.astype(np.int64) - _CLOSES_ACTIVATIONS
 
 
 @dataclass(frozen=True)

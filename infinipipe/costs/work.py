@@ -19,7 +19,8 @@ _LEAST_S_PER_TOKEN = 1e-12
 class Work:
     """Seconds of F and B without recompute on an average stage, by tokens, pairs and slices.
 
-    They are linear in these. What every chunk costs alike is left out, so chunks of equal work take equal time.
+    They are linear in these. What every chunk costs alike is left out, so chunks of equal work take
+    equal time.
     """
 
     s_per_token: float
