@@ -14,7 +14,7 @@ from infinipipe.costs.rates import ChunkRates
 
 
 def smallest_round_trip_seconds(rates: ChunkRates) -> Floats:
-    """Return (stages,) the seconds of a chunk of one token to the stage, there, and back."""
+    """Return (stages,) the seconds of a chunk of one token down to the stage and back up."""
     both_transfers = rates.transfer * 2
     passed = rates.work + both_transfers
     round_trips = passed.cumulative() - rates.work - both_transfers
