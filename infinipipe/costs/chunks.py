@@ -1,4 +1,4 @@
-"""What chunks cost on every stage: seconds of their ops, and bytes (design, section 5).
+"""What chunks cost on every stage: seconds of their ops, and bytes.
 
 The runtime does not cut B into I and W. Where a profile prices them: I does all that B does for
 activations, recompute, attention and K and V included, and leaves for W the inputs of a layer's
@@ -38,7 +38,7 @@ class ChunkSizes:
     split: Ints
     """The step's sequence that the chunk holds a slice of, -1 for none."""
     split_tokens: Ints
-    """Tokens of that whole sequence, 0 for none."""
+    """Tokens of that sequence, all slices; 0 for none."""
 
     @cached_property
     def slice_ends(self) -> tuple[Ints, Ints]:
@@ -147,7 +147,7 @@ class InputWeightCosts:
     """Needed in W."""
 
 
-class _Ends:
+class _StageColumns:
     """Which stages hold what, as columns of shape (P, 1).
 
     Times rows of shape (C,) they give what every stage needs for every chunk; what only the first
@@ -169,16 +169,16 @@ def price_chunks(
     """Price chunks on every stage."""
     times = profile.times
     tokens = sizes.tokens
-    ends = _Ends(stages)
+    columns = _StageColumns(stages)
     forward_s = _stage_seconds(
-        ends,
+        columns,
         chunk_s=times.chunk_forward_s,
         layer_s=_layer_seconds(times.layer_forward, sizes),
         embedding_s=curve_seconds(times.embedding_forward, tokens),
         head_s=curve_seconds(times.head_forward, tokens),
     )
     backward_s = _stage_seconds(
-        ends,
+        columns,
         chunk_s=times.chunk_backward_s,
         layer_s=_layer_seconds(times.layer_backward, sizes),
         embedding_s=curve_seconds(times.embedding_backward, tokens),
@@ -187,21 +187,21 @@ def price_chunks(
 
     boundary = _boundary_bytes(profile, tokens)
     layer = _layer_bytes(profile, sizes)
-    besides_layers = tokens * _bytes_besides_layers(profile, ends)
-    forward_transient = _forward_transient_bytes(profile, ends, tokens, logits_tokens)
-    recompute_transient = _recompute_transient_bytes(profile, ends, tokens, forward_transient)
+    besides_layers = tokens * _bytes_besides_layers(profile, columns)
+    forward_transient = _forward_transient_bytes(profile, columns, tokens, logits_tokens)
+    recompute_transient = _recompute_transient_bytes(profile, columns, tokens, forward_transient)
     return CostedChunks(
         sizes=sizes,
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=_layer_seconds(times.layer_recompute, sizes),
         transfer_s=line_values(times.transfer_s, boundary),
-        activation_bytes=ends.layers * layer + besides_layers,
+        activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
         boundary_bytes=boundary,
         forward_transient_bytes=forward_transient,
         recompute_transient_bytes=recompute_transient,
-        backward_transient_bytes=_backward_transient_bytes(profile, ends, sizes, layer),
+        backward_transient_bytes=_backward_transient_bytes(profile, columns, sizes, layer),
     )
 
 
@@ -217,15 +217,15 @@ def price_input_weight(
     if input_time is None or weight_time is None or left_per_token is None:
         return None
     tokens = sizes.tokens
-    ends = _Ends(stages)
+    columns = _StageColumns(stages)
     input_s = _stage_seconds(
-        ends,
+        columns,
         chunk_s=times.chunk_backward_s,
         layer_s=_layer_seconds(input_time, sizes),
         head_s=curve_seconds(times.head_backward, tokens),
     )
     weight_s = _stage_seconds(
-        ends,
+        columns,
         # Coming back to a chunk costs what coming to it does.
         chunk_s=times.chunk_backward_s,
         layer_s=_layer_seconds(weight_time, sizes),
@@ -237,22 +237,22 @@ def price_input_weight(
     embedding_left: Floats = tokens * np.float64(embedding_per_token)
     embedding_peak = line_values(per.embedding_backward_peak, tokens)
     # The embedding's gradient comes when what the layers left is gone.
-    layers_left = ends.layers * left
-    above_layers = ends.first * (embedding_peak - layers_left)
+    layers_left = columns.layers * left
+    above_layers = columns.first * (embedding_peak - layers_left)
     one_gradient = per.layer_backward_peak.constant
     return InputWeightCosts(
         input_s=input_s,
         weight_s=weight_s,
         weight_input_bytes=left,
-        embedding_weight_input_bytes=ends.first * embedding_left,
-        input_transient_bytes=_layers_backward_transient_bytes(profile, ends, sizes),
+        embedding_weight_input_bytes=columns.first * embedding_left,
+        input_transient_bytes=_layers_backward_transient_bytes(profile, columns, sizes),
         # One weight's gradient is there before it is added.
         weight_transient_bytes=np.maximum(one_gradient, above_layers),
     )
 
 
 def _stage_seconds(
-    ends: _Ends,
+    columns: _StageColumns,
     *,
     chunk_s: float,
     layer_s: Floats,
@@ -260,9 +260,9 @@ def _stage_seconds(
     head_s: Floats | float = 0.0,
 ) -> Floats:
     """(P, C) seconds of one op of each chunk, from those of its parts."""
-    seconds = chunk_s + ends.layers * layer_s
-    seconds = seconds + ends.first * embedding_s
-    seconds = seconds + ends.last * head_s
+    seconds = chunk_s + columns.layers * layer_s
+    seconds = seconds + columns.first * embedding_s
+    seconds = seconds + columns.last * head_s
     return np.asarray(seconds)
 
 
@@ -293,17 +293,17 @@ def _layer_bytes(profile: Profile, sizes: ChunkSizes) -> Floats:
     return np.asarray(besides_kv + own_kv)
 
 
-def _bytes_besides_layers(profile: Profile, ends: _Ends) -> Floats:
+def _bytes_besides_layers(profile: Profile, columns: _StageColumns) -> Floats:
     """(P, 1) bytes per token that a stage keeps of a chunk besides those of its layers."""
     per = profile.bytes
-    embedding = ends.first * per.embedding_per_token
-    head = ends.last * per.head_per_token
+    embedding = columns.first * per.embedding_per_token
+    head = columns.last * per.head_per_token
     per_token = per.chunk_per_token + embedding + head
     return np.asarray(per_token)
 
 
 def _forward_transient_bytes(
-    profile: Profile, ends: _Ends, tokens: Ints, logits_tokens: int
+    profile: Profile, columns: _StageColumns, tokens: Ints, logits_tokens: int
 ) -> Floats:
     """(P, C) bytes that F needs above what it keeps: in a layer or in the head."""
     per = profile.bytes
@@ -311,36 +311,38 @@ def _forward_transient_bytes(
     logits = tokens_at_once * per.logits_per_token
     layer = line_values(per.layer_forward_peak, tokens)
     head = line_values(per.head_forward_peak, tokens) + logits
-    head = ends.last * head
+    head = columns.last * head
     return np.maximum(layer, head)
 
 
 def _recompute_transient_bytes(
-    profile: Profile, ends: _Ends, tokens: Ints, forward_transient: Floats
+    profile: Profile, columns: _StageColumns, tokens: Ints, forward_transient: Floats
 ) -> Floats:
     """(P, C) bytes that F needs above `forward_transient` where all layers are recomputed."""
     per = profile.bytes
     dropped = line_values(per.recompute_forward_peak, tokens)
     # What the head keeps is not there yet when the layers run.
-    head = ends.last * tokens * per.head_per_token
+    head = columns.last * tokens * per.head_per_token
     above = dropped - forward_transient - head
     return np.maximum(0.0, above)
 
 
 def _backward_transient_bytes(
-    profile: Profile, ends: _Ends, sizes: ChunkSizes, layer: Floats
+    profile: Profile, columns: _StageColumns, sizes: ChunkSizes, layer: Floats
 ) -> Floats:
     """(P, C) bytes that B needs above what the chunk kept, without recompute."""
     embedding = line_values(profile.bytes.embedding_backward_peak, sizes.tokens)
     # The embedding's backward runs when the layers' activations are gone, so only what it needs
     # above them counts.
-    all_layers = ends.layers * layer
-    above_layers = ends.first * (embedding - all_layers)
-    in_layers = _layers_backward_transient_bytes(profile, ends, sizes)
+    all_layers = columns.layers * layer
+    above_layers = columns.first * (embedding - all_layers)
+    in_layers = _layers_backward_transient_bytes(profile, columns, sizes)
     return np.maximum(in_layers, above_layers)
 
 
-def _layers_backward_transient_bytes(profile: Profile, ends: _Ends, sizes: ChunkSizes) -> Floats:
+def _layers_backward_transient_bytes(
+    profile: Profile, columns: _StageColumns, sizes: ChunkSizes
+) -> Floats:
     """(P, C) bytes that the backward of head and layers needs."""
     per = profile.bytes
     tokens = sizes.tokens
@@ -356,8 +358,8 @@ def _layers_backward_transient_bytes(profile: Profile, ends: _Ends, sizes: Chunk
     # them.
     gradient = tokens * per.activation_per_token
     head_kept = tokens * per.head_per_token
-    after_head = ends.last * (gradient - head_kept)
+    after_head = columns.last * (gradient - head_kept)
     in_layers = layer + after_head
-    in_head = ends.last * line_values(per.head_backward_peak, tokens)
+    in_head = columns.last * line_values(per.head_backward_peak, tokens)
     most: Floats = np.maximum(in_layers, in_head)
     return most

@@ -57,8 +57,8 @@ class StageMemory:
     weight_input_bytes: Floats
     """(chunks,) what the chunk's I leaves of each layer for its W, 0 if it has a B."""
     recompute_transient_bytes: Floats
-    """(chunks,) what F needs besides where all layers are recomputed; less than
-    `freed_per_layer_bytes`."""
+    """(chunks,) what F needs besides where all layers are recomputed. Taken to be less than a
+    layer's activations, which the footprint measures."""
     num_layers: int
 
     def during(self, recompute: Ints) -> Floats:
@@ -68,6 +68,8 @@ class StageMemory:
         kept = self._kept(recompute)
         all_layers = recompute == self.num_layers
         in_forward = self.recompute_transient_bytes * all_layers
+        # If any layer was kept, it runs backward first and frees at least what recomputing another
+        # brings back.
         in_backward = self.freed_per_layer_bytes * all_layers
         for chunk in self._uneven_chunks:
             count = int(recompute[chunk])
@@ -78,8 +80,7 @@ class StageMemory:
         transient = np.where(program.is_backward, backward, forward)
         if program.has_input_weight:
             transient[program.is_kind(OpKind.BACKWARD_WEIGHT)] = 0.0
-        # F adds what its chunk keeps, B and I take it away.
-        held = np.cumsum(program.travels * kept)
+        held = np.cumsum(program.activation_signs * kept)
         during: Floats = self.fixed_bytes + held + transient
         if program.has_input_weight:
             # What I leaves may be more than what it needed before.
@@ -91,7 +92,7 @@ class StageMemory:
     def after(self, recompute: Ints) -> Floats:
         """Return the bytes that are held when each op has ended."""
         kept = self._kept(recompute)
-        held = np.cumsum(self.program.travels * kept)
+        held = np.cumsum(self.program.activation_signs * kept)
         after: Floats = self.fixed_after_bytes + held
         return after
 
@@ -106,7 +107,7 @@ class StageMemory:
         freed_by_all = freed * self.num_layers
         own = self.activation_bytes - freed_by_all
         kept = own[chunks]
-        held = np.cumsum(self.program.travels * kept)
+        held = np.cumsum(self.program.activation_signs * kept)
         # F has just added its own chunk, B has just taken it away.
         just_added = np.where(backward, 0.0, kept)
         others = held - just_added

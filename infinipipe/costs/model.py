@@ -130,8 +130,8 @@ class CostModel:
         """Return the seconds in which the replicas of a stage add up their gradients.
 
         In a ring of D ranks each sends 2 (D - 1) / D of the buffer in 2 (D - 1) messages. What was
-        measured among N ranks is taken to another number of them by that. A tied weight is priced
-        like the others, though both ends of the pipeline add it up together.
+        measured among N ranks, those of the all-to-all, is taken to another number of them by that.
+        A tied weight is priced like the others, though both ends of the pipeline add it up together.
         """
         ranks = self.layout.num_copies
         if ranks == 1:
@@ -254,7 +254,10 @@ def _curve_at(curve: Curve, tokens: int) -> float:
 
 
 def _seconds_at_zero(curve: Curve) -> float:
-    """Return where the line from a curve's first point to its last meets zero tokens."""
+    """Return the seconds at zero tokens of the line through a curve's first and last size.
+
+    It is what is left when tokens are paid by their mean slope, as in `Work`.
+    """
     first = curve.tokens[0]
     last = curve.tokens[-1]
     first_s = curve.seconds[0]

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from infinipipe.aliases import Bools, Ints
-from infinipipe.ir import TRAITS, Direction, Op, OpKind
+from infinipipe.ir import TRAITS, Direction, Held, Op, OpKind
 
 KINDS = tuple(OpKind)
 """Kinds of ops; arrays hold a kind as its place here."""
@@ -17,6 +17,9 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 _FORWARD = _CODES[OpKind.FORWARD]
 _BACKWARD = _CODES[OpKind.BACKWARD]
 _TRAVELS = np.array([int(TRAITS[kind].travels) for kind in KINDS], dtype=np.int64)
+_OPENS_ACTIVATIONS = np.array([TRAITS[kind].opens is Held.ACTIVATIONS for kind in KINDS])
+_CLOSES_ACTIVATIONS = np.array([TRAITS[kind].closes is Held.ACTIVATIONS for kind in KINDS])
+_ACTIVATIONS: Ints = _OPENS_ACTIVATIONS.astype(np.int64) - _CLOSES_ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class PackedProgram:
     def travels(self) -> Ints:
         """Where each op's result goes, as a `Direction`."""
         return _TRAVELS[self.kinds]
+
+    @cached_property
+    def activation_signs(self) -> Ints:
+        """What each op does to its chunk's activations: 1 where they come, -1 where they go."""
+        return _ACTIVATIONS[self.kinds]
 
     @cached_property
     def is_forward(self) -> Bools:

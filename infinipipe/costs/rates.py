@@ -1,4 +1,8 @@
-"""Rates of chunks: the least seconds and bytes that chunks of each size need on every stage."""
+"""Rates of chunks: the least seconds and bytes that chunks of each size need on every stage.
+
+Times of a profile and their rates are assumed to be 0 or more: fits and data sheets give no others.
+What is left out of a sum then makes it smaller, so it still says the least.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,8 @@ class SizeRates:
 
     `constant` and `rate` are (stages, ranges), the others (stages, 1) as all ranges have the same;
     without the first axis where they are of one stage, one layer or one transfer.
+
+    `constant` is below 0 where a curve bends up; the difference of two may be so everywhere.
     """
 
     sizes: SizeRanges
@@ -306,7 +312,8 @@ def _size_edges(times: Times, largest: int) -> Ints:
         times.head_forward,
         times.head_backward,
     )
-    # Sizes that differ twofold are told apart even where the times are straight.
+    # Sizes that differ twofold are told apart even where the times are straight: finer ranges give
+    # ends and surcharges more to tell.
     edges = {2**power for power in range(largest.bit_length())}
     for curve in curves:
         edges.update(curve.tokens)

@@ -17,9 +17,10 @@ _LEAST_S_PER_TOKEN = 1e-12
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of F and B on an average stage, linear in tokens, pairs and slices.
+    """Seconds of F and B without recompute on an average stage, by tokens, pairs and slices.
 
-    It leaves out what every chunk costs alike, so chunks of equal work take equal time.
+    They are linear in these. What every chunk costs alike is left out, so chunks of equal work take
+    equal time.
     """
 
     s_per_token: float
@@ -44,7 +45,10 @@ class Work:
         return of_tokens + of_pairs + self.s_per_slice
 
     def reach(self, start: int, work: float) -> float:
-        """Return where a slice from `start` ends that has so much work (PAPER.md, Algorithm 1)."""
+        """Return where a slice from `start` ends that has so much work.
+
+        As in Algorithm 1 of InfiniPipe (arXiv 2509.21275), but solved for the end.
+        """
         room = max(0.0, work - self.s_per_slice)
         if self.s_per_pair <= 0:
             length = room / self.s_per_token

@@ -195,7 +195,7 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
     @property
     def num_pairs(self) -> int:
-        """Attention pairs of all slices (design: `q`)."""
+        """Attention pairs of all slices."""
         return sum(s.num_pairs for s in self.slices)
 
     def split_slice(self, sequences: SequenceOf[Sequence]) -> Slice | None:

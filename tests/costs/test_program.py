@@ -35,6 +35,7 @@ def test_directions_and_places_by_hand() -> None:
     program = packed("F1 F0 B0 I1 W1")
     down, up, stay = Direction.DOWN, Direction.UP, Direction.STAY
     assert program.travels.tolist() == [down, down, up, up, stay]
+    assert program.activation_signs.tolist() == [1, 1, -1, -1, 0]
     assert program.forward_chunks.tolist() == [1, 0]
     assert program.backward_chunks.tolist() == [0, 1]
     assert program.forward_places.tolist() == [1, 0]

@@ -1,10 +1,12 @@
 """A lower bound on the makespan of one step.
 
-It is valid for every chunking, every order of F and B, and every choice of recompute. It is the
-best of these; each is proved in its module.
+It is valid for every chunking, order of F and B, and choice of recompute that a plan may have. The
+proofs use three of its rules (`infinipipe/ir/rules`): all stages run F in one order and B in one
+order; F of a chain ascend and B descend; at most one slice of a chunk is part of its sequence.
+Each of these is proved in its module:
 
 * Work (`work`): all tokens at the best rate of any chunk, all attention pairs, the recompute that
-  sequences force by themselves, and a trip of the smallest chunk to the stage and back.
+  sequences force by themselves, and the smallest chunk's round trip to the stage.
 * Prices (`prices`): small chunks cost overhead, large ones memory, and more recompute leaves more
   of it. With a price for the seconds of two stages and for the bytes of one, every token pays at
   least its share of the best chunk.
@@ -12,7 +14,9 @@ best of these; each is proved in its module.
   ones, needs small ones then, and these cost more. What they cost is added to the prices.
 * Turns (`turns`): sequences so long that no two of them fit on a stage together take turns there.
 
-Splitting B into I and W can go below it: the bound is for F and B.
+The bound is the largest of work, of prices with what the ends add, and of turns; with replicas also
+of the first two for the longest sequence alone. Cutting B into I and W can go below it: it is for F
+and B.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from infinipipe.planner.bound.turns import turn_seconds
 from infinipipe.planner.bound.work import (
     can_be_split,
     forced_recompute_seconds,
-    smallest_trip_seconds,
+    smallest_round_trip_seconds,
 )
 from infinipipe.planner.problem import Pipeline
 
@@ -62,14 +66,14 @@ def makespan_bound(pipeline: Pipeline, sequences: SequenceOf[Sequence], num_repl
 def _work_and_prices_seconds(
     rates: ChunkRates, lengths: Floats, can_split: Bools, num_replicas: int
 ) -> float:
-    """Return the best bound by work, and by prices with ends."""
+    """Return the larger bound of work, and of prices with ends."""
     work = rates.work.split_seconds(lengths).sum(axis=1)
     forced = forced_recompute_seconds(rates, lengths, can_split)
-    trip = smallest_trip_seconds(rates)
-    by_work = (work + forced) / num_replicas + trip
+    round_trip = smallest_round_trip_seconds(rates)
+    by_work = (work + forced) / num_replicas + round_trip
     best = float(by_work.max())
 
-    busy = int(np.argmax(work / num_replicas + trip))
+    busy = int(np.argmax(work / num_replicas + round_trip))
     forced_on_busy = float(forced[busy])
     ends = make_ends(rates, busy)
     # Bytes have a price on the first stage, which keeps most chunks, and on the one with most work;

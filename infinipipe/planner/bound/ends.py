@@ -1,14 +1,22 @@
 """What it costs on a stage to fill and to drain: idle time, and small chunks to shorten it.
 
+Take the F on the stage with which half of the replica's tokens have begun. Idle time before it
+counts for the fill, after it for the drain, so none counts twice. First chunks with less than half
+of the tokens start before it; B of last chunks with less than half end after it.
+
 Fill. F j, counted in the order of F, starts on the stage after the earlier F have run on stage 0
 and itself on the stages between. Until then the stage runs only F and B of earlier chunks. So for
 the trip y(j) of F down to it
 
     y(j) <= idle time before + sum over i < j of (F i + B i on the stage - F i on stage 0).
 
-Where no term of the sum is more than g * y(i), y(j) <= idle time * (1 + g)**(j - 1), which bounds
-the sizes of the first chunks. A context costs more in B than in F, but it is no longer than all
-chunks before together.
+No term of the sum, without what tokens of a context add, is more than g * y(i). Contexts would need
+a large g, as F and B here have more of them than F on the way. But a context is no longer than all
+chunks before, whose tokens are at most y / (least seconds per token). So there is an h with
+
+    y(j) <= idle time + g * sum over i < j of y(i) + h * sum over i < j of sum over k < i of y(k),
+
+and y(1) <= idle time: that bounds the sizes of the first chunks, one after the other.
 
 Drain, mirrored. Take the last J chunks in the order of F. After B k of one of them, the stage
 still runs later B, and F only of some of these J, as all others come before F k. So for the trip
@@ -18,11 +26,11 @@ z(k) of B up to stage `top`
         (F i + B i on the stage - B i on top),
 
 where the slack is all that B of the others can take longer on the stage than on `top`, which makes
-it least.
+it least. Here contexts count in g, as the chunks that hold them need not be among the J.
 
-As long as the bounds on the first and on the last chunks in the order of F do not add up to all
-tokens, these are different chunks; each costs at least the surcharge of the best size that it can
-have. The recompute of the B in these sums is time of the stage, too. Either it is not `counted`
+As long as the bounds on the first and on the last chunks in the order of F stay below half of the
+tokens each, these are different chunks; each costs at least the surcharge of the best size that it
+can have. The recompute of the B in these sums is time of the stage, too. Either it is not `counted`
 elsewhere and passes for idle time here. Or it is counted, and adds to g. In the drain there is no
 g for it, as B of any chunk may run then: only the smallest trip is left.
 """
@@ -40,7 +48,8 @@ from infinipipe.costs.rates import TINY, ChunkRates, SizeRanges, SizeRates
 # Idle times that are tried, in smallest trips: from 1 to about 88 of them, in steps of 15 %.
 # Closer ones lose less between two, more of them reach further, and each costs time.
 _IDLE_TRIPS = 1.15 ** np.arange(33)
-# Chunks at an end whose sizes are bounded. More of them may cost more, and take more time.
+# Chunks at an end whose sizes are bounded. More would raise the bound a little, and take longer to
+# compute.
 _MOST_CHUNKS = 48
 # Of no use beyond: where the next chunk may be so much larger, it may as well be of any size.
 _MOST_GROWTH = 1e3
@@ -81,13 +90,13 @@ class Ends:
         beyond_top = self._least_up - self._up.least
         self._slack = float(slacks[top]) - beyond_top
 
-    def price(self, charges: Charges, *, counted: bool) -> float:
+    def least_cost(self, charges: Charges, *, counted: bool) -> float:
         """Return the least that idle time and surcharges cost, with recompute `counted` or not."""
         least_drain = charges.per_second * self._least_up
         if counted:
-            return self._fill_counted.price(charges) + least_drain
-        drain = self._drain.price(charges)
-        return self._fill.price(charges) + max(least_drain, drain)
+            return self._fill_counted.least_cost(charges) + least_drain
+        drain = self._drain.least_cost(charges)
+        return self._fill.least_cost(charges) + max(least_drain, drain)
 
     # What a step does not ask for is not computed.
 
@@ -127,10 +136,10 @@ class _End:
         largest = trip.largest_sizes(trips, self._place)
         self._num_tokens = largest.cumsum(axis=1)
 
-    def price(self, charges: Charges) -> float:
+    def least_cost(self, charges: Charges) -> float:
         """Return the least that idle time and the surcharges of these chunks cost.
 
-        Those that may have half of the replica's tokens are no longer of this end.
+        Those with which the end may have half of the replica's tokens are no longer of it.
         """
         if self._least <= 0:
             return 0.0
@@ -167,20 +176,20 @@ class Trip:
         contexts are no longer than all chunks before, else they may be of any length.
         """
         g = self._largest_ratio(added, any_context=not early_context)
-        context_g = 0.0
+        h = 0.0
         if early_context:
             # Chunks before have no more tokens than their trips have seconds for.
             per_token = self._seconds.least_per_token()
-            context_g = _ratios(added.per_context_token, per_token).item()
-        if max(g, context_g) > _MOST_GROWTH:
+            h = _ratios(added.per_context_token, per_token).item()
+        if max(g, h) > _MOST_GROWTH:
             unbounded = np.full(_MOST_CHUNKS - 1, np.inf)
             return np.append(1.0, unbounded)
         trips: list[float] = []
+        # The sums of the proof: of the trips before, and for each of these of those before it.
         before = 0.0
-        # For each chunk before, the trips before that one.
         before_those = 0.0
         for _ in range(_MOST_CHUNKS):
-            trip = 1 + g * before + context_g * before_those
+            trip = 1 + g * before + h * before_those
             trips.append(trip)
             before_those += before
             before += trip

@@ -8,8 +8,8 @@ import numpy as np
 
 from infinipipe.aliases import Bools, Floats
 
-# Sequences longer than this part of the longest pay for contexts. The others, with their tokens
-# at low positions, would rather gain by it.
+# Sequences longer than this part of the longest pay for contexts. The others have their tokens at
+# low positions. Their context term is mostly below 0, and the proof may leave them out.
 _LONG = 0.25
 
 # Positions of a class of sequences: the first, and the others from a 32nd of the longest on. More

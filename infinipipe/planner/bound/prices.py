@@ -1,13 +1,15 @@
 """Bounds by prices, for the bytes of a stage `held` and the seconds of it and of a stage `busy`.
 
 What chunks keep on a stage is never more than its room, so the bytes of each chunk times the
-seconds from its F to its B add up to at most room * makespan. Those seconds are at least its trip:
+seconds from its F to its B add up to at most room * makespan. Those seconds are at least its stay:
 F and B on the stage and on all below, and the transfers. The transient bytes of its own F and B
-count as well while these run. And F, B and recompute on a stage take no longer than the makespan.
-So with prices m, n >= 0 of a second, m + n = 1, and p >= 0 of the room
+count as well while these run: a limit is checked against each op's peak, so each op may be taken to
+hold its peak all the time it runs. In a split sequence's first B the slot is charged with all
+gradients, which is more than those that are missing. And F, B and recompute on a stage take no
+longer than the makespan. So with prices m, n >= 0 of a second, m + n = 1, and p >= 0 of the room
 
     makespan * (1 + p) >= sum over chunks of
-        m * (F + B + recompute on held) + n * (F + B on busy) + p * bytes * trip / room.
+        m * (F + B + recompute on held) + n * (F + B on busy) + p * bytes * stay / room.
 
 A chunk of t tokens costs at least the sum over its tokens of a/t + b + c*t, with a, b and c
 straight in the position x: its pairs are the sum of x. And the tokens of its context are at least
@@ -129,7 +131,7 @@ class Prices:
         for counted in choices:
             forced = point.n * self._forced if counted else 0.0
             share = (total + forced) / num_replicas
-            end = ends.price(charges, counted=counted) if ends else 0.0
+            end = ends.least_cost(charges, counted=counted) if ends else 0.0
             best = max(best, share + end)
         return best / (1 + point.p)
 
@@ -263,14 +265,14 @@ def _held_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
 
 
 def _room_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
-    # bytes * trip = kept * t * (trip.a + trip.b * t), and a token's share is a t-th of it.
+    # bytes * stay = kept * t * (stay.a + stay.b * t), and a token's share is a t-th of it.
     kept = _kept_bytes(rates, held)
-    trip = _token_share(_trip_rates(rates, held), positions)
+    stay = _token_share(_stay_rates(rates, held), positions)
     transient = _token_share(_transient_rates(rates, held), positions)
     room = rates.room[held]
     return _Share(
-        a=(kept * trip.a + transient.a) / room,
-        b=(kept * trip.b + transient.b) / room,
+        a=(kept * stay.a + transient.a) / room,
+        b=(kept * stay.b + transient.b) / room,
     )
 
 
@@ -284,7 +286,7 @@ def _kept_bytes(rates: ChunkRates, held: int) -> Floats:
     return np.asarray(layers + sizes.beside_layers[held])
 
 
-def _trip_rates(rates: ChunkRates, held: int) -> SizeRates:
+def _stay_rates(rates: ChunkRates, held: int) -> SizeRates:
     """Return the seconds from F to B of a chunk, both included."""
     num_below = rates.num_stages - 1 - held
     transfers = rates.transfer * (2 * num_below)

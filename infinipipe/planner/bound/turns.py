@@ -1,8 +1,9 @@
 """The bound by turns: sequences so long that no two of them fit on a stage together.
 
-A sequence is open on a stage from its first F to its last B there. Two of them take turns if the
-stage can hold neither while the other one's last B runs. Both need more the longer they are: if
-the two shortest of the longest k must take turns, all k must.
+A sequence is open on a stage from its first F to its closing B there: that of its first slice, last
+in time, or the only one. Two of them take turns if the stage can hold neither while the other one's
+closing B runs. Both need more the longer they are: if the two shortest of the longest k must take
+turns, all k must.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.rates import ChunkRates
-from infinipipe.planner.bound.work import whole_recompute_tokens
+from infinipipe.planner.bound.work import whole_recompute_layer_tokens
 
 # A quotient that is a whole number but for rounding is not rounded up to the next one.
 _ROUNDING = 1 - 1e-12
@@ -36,10 +37,10 @@ def turn_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools, num_repli
 class _OpenBytes(NamedTuple):
     """The least bytes that sequences need on each stage; arrays are (stages, lengths)."""
 
-    last: Floats
-    """While its last B runs."""
+    closing: Floats
+    """While their closing B runs."""
     held: Floats
-    """At any time from its first F to its last B."""
+    """At any time while they are open."""
 
 
 def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBytes:
@@ -47,17 +48,18 @@ def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBy
     num_layers = rates.num_layers
     # B of a whole one holds a layer with its K and V, and the inputs of the others. Until then,
     # it keeps at least the inputs of all.
-    whole_last = (sizes.least + sizes.kv) * lengths
+    whole_closing = (sizes.least + sizes.kv) * lengths
     inputs = num_layers * sizes.input + sizes.beside_layers
+    # Whichever is less, before B or within: B may free more of the head's than it needs itself.
     whole_held = np.minimum(inputs, sizes.least) * lengths
-    # A split one has its K and V in slots, and in its last B all their gradients.
+    # A split one has its K and V in slots, and in its closing B all their gradients.
     layer_tokens = num_layers * lengths
-    split_last = layer_tokens * sizes.slot
+    split_closing = layer_tokens * sizes.slot
     split_held = layer_tokens * sizes.kv
-    either_last = np.minimum(whole_last, split_last)
+    either_closing = np.minimum(whole_closing, split_closing)
     either_held = np.minimum(whole_held, split_held)
     return _OpenBytes(
-        last=np.where(can_split, either_last, whole_last),
+        closing=np.where(can_split, either_closing, whole_closing),
         held=np.where(can_split, either_held, whole_held),
     )
 
@@ -67,9 +69,9 @@ def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
     # Of each sequence and the next shorter one.
     longer = np.s_[:, :-1]
     shorter = np.s_[:, 1:]
-    in_last_of_longer = needed.last[longer] + needed.held[shorter]
-    in_last_of_shorter = needed.last[shorter] + needed.held[longer]
-    together = np.minimum(in_last_of_shorter, in_last_of_longer)
+    while_longer_closes = needed.closing[longer] + needed.held[shorter]
+    while_shorter_closes = needed.closing[shorter] + needed.held[longer]
+    together = np.minimum(while_shorter_closes, while_longer_closes)
     take_turns = together > rates.backward_room
     turns_so_far = np.cumprod(take_turns, axis=1)
     return np.asarray(1 + turns_so_far.sum(axis=1))
@@ -78,17 +80,17 @@ def _turn_counts(rates: ChunkRates, needed: _OpenBytes) -> Ints:
 def _open_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
     """Return (stages, lengths) the least seconds that a sequence is open on a stage.
 
-    One that is not split is open while it travels down from the stage and back. A split one is
-    open at least while its slices run on any one of the stages from this one on.
+    One that is not split is open for its stay, while it travels down from the stage and back. A
+    split one is open at least while its slices run on any one of the stages from this one on.
     """
-    tokens = whole_recompute_tokens(rates, lengths)
-    layers = tokens / lengths * _ROUNDING
+    layer_tokens = whole_recompute_layer_tokens(rates, lengths)
+    layers = layer_tokens / lengths * _ROUNDING
     recomputed = np.minimum(np.ceil(layers), rates.num_layers)
     recompute = recomputed * rates.recompute.whole_seconds(lengths)
     whole = rates.work.whole_seconds(lengths) + recompute
     split = rates.work.split_seconds(lengths)
     # On a stage and on all below: from the last stage up.
-    trips = whole[::-1].cumsum(axis=0)[::-1]
+    stays = whole[::-1].cumsum(axis=0)[::-1]
     slices = np.maximum.accumulate(split[::-1], axis=0)[::-1]
-    either = np.minimum(slices, trips)
-    return np.where(can_split, either, trips)
+    either = np.minimum(slices, stays)
+    return np.where(can_split, either, stays)

@@ -1,4 +1,4 @@
-"""The bound by work: what sequences force by themselves, and the trip to a stage and back.
+"""The bound by work: what sequences force by themselves, and the round trip to a stage.
 
 The makespan is at least the work of any stage, and the time that the smallest chunk takes to get
 there and back. The work is F and B of all tokens at the best rate of any chunk, all attention
@@ -13,20 +13,21 @@ from infinipipe.aliases import Bools, Floats
 from infinipipe.costs.rates import ChunkRates
 
 
-def smallest_trip_seconds(rates: ChunkRates) -> Floats:
-    """Return (stages,) the seconds of a chunk of one token to the stage and back from it."""
+def smallest_round_trip_seconds(rates: ChunkRates) -> Floats:
+    """Return (stages,) the seconds of a chunk of one token down to the stage and back up."""
     both_transfers = rates.transfer * 2
     passed = rates.work + both_transfers
-    trips = passed.cumulative() - rates.work - both_transfers
+    round_trips = passed.cumulative() - rates.work - both_transfers
     one_token = np.ones(1)
-    return trips.whole_seconds(one_token)[:, 0]
+    return round_trips.whole_seconds(one_token)[:, 0]
 
 
 def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
     """Return (lengths,) whether every stage can hold such a sequence split.
 
-    The B of its last slice brings the gradients of all its K and V. When that B is at its first
-    layer, it holds this layer whole, and all slices before still keep the inputs of all layers.
+    Its opening B (of the last slice, first in time) brings the gradients of all its K and V. When
+    that B is at its first layer, it holds this layer whole, and all slices before still keep the
+    inputs of all layers.
     """
     sizes = rates.bytes
     beside_layers = sizes.beside_layers
@@ -45,10 +46,10 @@ def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
     return np.asarray(fits.all(axis=0))
 
 
-def whole_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
-    """Return (stages, lengths) the tokens of layers that a whole sequence must recompute.
+def whole_recompute_layer_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the tokens times layers that a whole sequence must recompute.
 
-    Its B holds all that F kept, besides what it needs itself. A token of a layer that is
+    Its B holds all that F kept, besides what it needs itself. Each token of each layer that is
     recomputed frees its activations, and its K and V.
     """
     sizes = rates.bytes
@@ -63,26 +64,31 @@ def forced_recompute_seconds(rates: ChunkRates, lengths: Floats, can_split: Bool
     """Return (stages,) the least seconds of recompute that sequences force, each by itself."""
     recompute = rates.recompute
     num_layers = rates.num_layers
-    if_split = _split_recompute_tokens(rates, lengths)
+    if_split = _split_recompute_layer_tokens(rates, lengths)
     split = np.where(can_split, if_split, np.inf)
-    whole = whole_recompute_tokens(rates, lengths)
+    whole = whole_recompute_layer_tokens(rates, lengths)
     either = np.minimum(split, whole)
-    tokens = np.minimum(either, num_layers * lengths)
+    layer_tokens = np.minimum(either, num_layers * lengths)
 
     # Cheapest are the first tokens, whose attention is short, in all layers.
-    prefix = tokens / num_layers
+    prefix = layer_tokens / num_layers
     pairs = num_layers * recompute.per_pair * prefix * prefix / 2
-    seconds = recompute.least_per_token() * tokens + pairs
+    seconds = recompute.least_per_token() * layer_tokens + pairs
     return np.asarray(seconds.sum(axis=1))
 
 
-def _split_recompute_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
-    """Return (stages, lengths) the tokens of layers that a split sequence must recompute.
+def _split_recompute_layer_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the tokens times layers that a split sequence must recompute.
 
-    When the B of a last slice begins, all slices are kept, and one layer's gradients of K and V
-    are there. When it is at its first layer, all slices but this one are kept, and the gradients
-    of all layers. The first of these times asks for more the larger the last slice is, the second
+    When its opening B begins, all slices are kept, and one layer's gradients of K and V are there.
+    When that B is at its first layer, all slices but the last one are kept, and the gradients of
+    all layers. The first of these times asks for more the larger the last slice is, the second
     mostly for less: then it is least where they meet.
+
+    The first does so if a token's transient bytes of B are not below 0, which is assumed. On the
+    last stage what the head kept is taken off them: little but the gradient that it hands over in
+    analytic profiles, a few tensors as wide as the model in measured ones. B of a layer needs more,
+    as it holds such tensors and those of its MLP, which are wider.
     """
     sizes = rates.bytes
     kept = _kept_bytes(rates) * lengths

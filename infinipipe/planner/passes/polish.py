@@ -1,4 +1,4 @@
-"""Recompute counts chosen for the makespan of a fixed order (design, section 6).
+"""Recompute counts chosen for the makespan of a fixed order.
 
 The linear relaxation of the order's program (HiGHS) bounds it and says what a second of recompute
 costs where. Its counts are rounded within memory; a local search then moves recompute away from the

@@ -82,12 +82,10 @@ def first_candidate(space: SearchSpace, num_parts: float) -> Candidate:
 Move = Callable[[Candidate], Candidate]
 """From a candidate to one beside it."""
 
+# Factors by which the number of parts climbs. Large steps reach far numbers in few simulations,
+# small ones come closer to the best.
 COARSE = 1.5
 FINE = 1.2
-"""Factors by which the number of parts climbs.
-
-Large steps reach far numbers in few simulations, small ones come closer to the best.
-"""
 
 
 def scale_parts(factor: float, most_parts: float) -> Move:
