@@ -26,8 +26,8 @@ It trades balance between chunks for the overhead of one more chunk.
 _LEAST_TAIL = 0.05
 """A tail of less work than this part of a slice joins the slice before it.
 
-That saves the chain a chunk with hardly any work, and its overhead, and makes another at most as
-much larger.
+That saves a chunk in the chain, which has hardly any work but its overhead, and makes the slice
+before at most by this part larger.
 """
 
 
