@@ -196,7 +196,7 @@ def equal_schedule(problem: Problem, window: ToyWindow = "adaptive") -> Schedule
         problem, cut_chunks(problem, replace(work, s_per_token=1.0), 8.0, 8, even=True), window
     )
     assert found is not None
-    assert len(found.chains.chunks.chunks) == len(problem.members)
+    assert len(found.chains.ir_chunks) == len(problem.members)
     return found
 
 

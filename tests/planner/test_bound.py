@@ -575,7 +575,7 @@ def test_a_chunk_that_fits_exactly_fits_the_bound_too() -> None:
         roomy = problem_of(msgspec.structs.replace(plain, bytes=sizes), [1] * 30, [1])
         alone = POLICIES["gpipe"](roomy)
         assert isinstance(alone, Schedule)
-        assert len(alone.chains.chunks.chunks) == 1
+        assert len(alone.chains.ir_chunks) == 1
         limit = int(np.ceil(alone.memories[0].during(alone.recompute[0]).max()))
         exact = with_limits(roomy, [limit])
         assert bound_of(exact) <= alone.makespan_s, full

@@ -315,7 +315,7 @@ def test_a_sequence_of_20_tokens_is_sliced_where_a_chunk_can_have_fewer(
 ) -> None:
     found = POLICIES[policy](capped(toy_problem([20], counts), cap))
     assert isinstance(found, Schedule)
-    lengths = lengths_of(found.chains.chunks.chunks)
+    lengths = lengths_of(found.chains.ir_chunks)
     assert sum(lengths) == 20
     assert len(lengths) >= 20 / cap
     assert max(lengths) <= cap
@@ -330,7 +330,7 @@ def test_packers_refuse_a_sequence_of_20_tokens_where_a_chunk_can_have_8(policy:
 def test_eight_sevens_make_eight_chunks_where_a_chunk_can_have_8(policy: str) -> None:
     found = POLICIES[policy](capped(toy_problem([7] * 8, [2, 2]), 8))
     assert isinstance(found, Schedule)
-    lengths = lengths_of(found.chains.chunks.chunks)
+    lengths = lengths_of(found.chains.ir_chunks)
     assert max(lengths) <= 7
     assert len(lengths) >= 8
     assert policy not in ("gpipe", "1f1b") or lengths == [7] * 8

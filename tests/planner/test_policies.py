@@ -93,7 +93,7 @@ def test_within_the_bound_and_the_limit(policy: str, lengths: list[int], counts:
 def test_packers_never_split(policy: str) -> None:
     problem = toy_problem([90, 20, 31, 7, 64, 15, 15, 40], [2, 2])
     found = planned(policy, problem)
-    assert all(chunk.split_slice(problem.sequences) is None for chunk in found.chains.chunks.chunks)
+    assert all(chunk.split_slice(problem.sequences) is None for chunk in found.chains.ir_chunks)
 
 
 def test_gpipe_runs_all_forwards_first() -> None:
@@ -135,11 +135,9 @@ def test_seq1f1b_slices_equally_and_last_in_first_out() -> None:
     problem = toy_problem([240, 60, 60, 60, 60], [2, 2])
     found = planned("seq1f1b", problem)
     chains = [
-        chain
-        for chain in chunk_chains(found.chains.chunks.chunks, problem.sequences)
-        if len(chain) > 1
+        chain for chain in chunk_chains(found.chains.ir_chunks, problem.sequences) if len(chain) > 1
     ]
-    lengths = [found.chains.chunks.chunks[c].num_tokens for c in chains[0]]
+    lengths = [found.chains.ir_chunks[c].num_tokens for c in chains[0]]
     assert max(lengths) - min(lengths) <= 1
     backwards = found.programs[0].backward_chunks.tolist()
     size = found.chains.chunks.chains[0]
@@ -208,12 +206,12 @@ def test_a_schedule_says_which_search_won() -> None:
 def test_static_micro_batches_hold_the_longest_sequence_that_training_is_set_up_for() -> None:
     free = toy_problem([60] * 8, [2, 2])
     wide = replace(free, pipeline=replace(free.pipeline, context_tokens=240))
-    assert [chunk.num_tokens for chunk in planned("1f1b", wide).chains.chunks.chunks] == [240, 240]
+    assert [chunk.num_tokens for chunk in planned("1f1b", wide).chains.ir_chunks] == [240, 240]
     sliced = planned("seq1f1b", wide)
     count = int(sliced.search.winner.removeprefix("seq1f1b: ").split()[0])
     assert count > 1
     assert all(count / 2 < size <= count for size in sliced.chains.chunks.chains[:-1])
-    assert max(chunk.num_tokens for chunk in sliced.chains.chunks.chunks) <= max(60, 240 // count)
+    assert max(chunk.num_tokens for chunk in sliced.chains.ir_chunks) <= max(60, 240 // count)
     assert planned("1f1b", wide).makespan_s > planned("1f1b", free).makespan_s
     assert planned("chunkflow", wide).makespan_s == planned("chunkflow", free).makespan_s
 
@@ -328,7 +326,7 @@ def test_slice_numbers_that_do_not_fit_end_no_search() -> None:
     # One slice fits, two to four do not, more do.
     found = plan_paper(analytic_problem([100_000], 4, 77))
     assert isinstance(found, Schedule)
-    assert len(found.chains.chunks.chunks) > 4
+    assert len(found.chains.ir_chunks) > 4
 
 
 def test_ctrl_c_is_not_scips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +459,7 @@ def test_a_sequence_that_fills_a_stage_runs_by_itself() -> None:
     assert isinstance(apart, Schedule)
     assert apart.makespan_s < 0.9 * together.makespan_s
     # It is the first chunk, and alone in flight but for what waits for its last B.
-    assert apart.chains.chunks.chunks[0].slices == (Slice(lengths.index(longest), 0, longest),)
+    assert apart.chains.ir_chunks[0].slices == (Slice(lengths.index(longest), 0, longest),)
     assert shown(apart, 3).startswith("3F0 3B0 3F1")
     for stage, predicted in enumerate(make_replica(apart).predicted):
         assert predicted.peak_bytes <= problem.pipeline.limits[stage]

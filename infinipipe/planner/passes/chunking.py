@@ -26,7 +26,8 @@ It trades balance between chunks for the overhead of one more chunk.
 _LEAST_TAIL = 0.05
 """A tail of less work than this part of a slice joins the slice before it.
 
-That saves the overhead of a chunk with hardly any work and makes another at most as much larger.
+That saves a chunk in the chain, which has hardly any work but its overhead, and makes the slice
+before at most by this part larger.
 """
 
 
@@ -85,7 +86,7 @@ def cut_chunks(
     the last ones shrink, by `ramp`.
     """
     mesh = _Mesh(work, target, max_tokens)
-    longest_whole = mesh.boundary(1)
+    longest_whole = mesh.end(1)
     sliced: list[list[Slice]] = []
     shorts: list[Slice] = []
     for whole in _longest_first(problem):
@@ -93,10 +94,10 @@ def cut_chunks(
             shorts.append(whole)
             continue
         if even:
-            bounds = cut_evenly(whole.length, work, target, max_tokens)
+            cuts = cut_evenly(whole.length, work, target, max_tokens)
         else:
-            bounds = mesh.cut(whole.length)
-        slices = _slices(whole.sequence, bounds)
+            cuts = mesh.cut(whole.length)
+        slices = _slices(whole.sequence, cuts)
         sliced.append(slices)
 
     # Each tail has a bin of its own: two in one chunk would chain two long sequences.
@@ -127,9 +128,9 @@ def _longest_first(problem: Problem) -> list[Slice]:
     return wholes
 
 
-def _slices(sequence: int, bounds: SequenceOf[int]) -> list[Slice]:
+def _slices(sequence: int, cuts: SequenceOf[int]) -> list[Slice]:
     slices: list[Slice] = []
-    for start, stop in pairwise(bounds):
+    for start, stop in pairwise(cuts):
         length = stop - start
         slices.append(Slice(sequence, start, length))
     return slices
@@ -153,20 +154,21 @@ def _short_chains(bins: SequenceOf[Bin]) -> list[list[Chunk]]:
 
 
 class _Mesh:
-    """Boundaries of slices of equal work from token 0 on, as far as they were asked for."""
+    """Where slices of equal work end, from token 0 on, as far as it was asked for."""
 
     def __init__(self, work: Work, target: float, max_tokens: int) -> None:
         self._work = work
         self._target = target
         self._max_tokens = max_tokens
-        self._boundaries = [0]
+        self._ends = [0]
+        """By the number of the slice; no slice has the number 0."""
 
-    def boundary(self, number: int) -> int:
+    def end(self, number: int) -> int:
         """Return where the slice of that number, from 1, ends."""
-        while len(self._boundaries) <= number:
-            following = self._following(self._boundaries[-1])
-            self._boundaries.append(following)
-        return self._boundaries[number]
+        while len(self._ends) <= number:
+            following = self._following(self._ends[-1])
+            self._ends.append(following)
+        return self._ends[number]
 
     def _following(self, last: int) -> int:
         by_work = self._work.reach(last, self._target)
@@ -176,33 +178,33 @@ class _Mesh:
         return max(reach, last + 1)
 
     def cut(self, length: int) -> list[int]:
-        """Return the boundaries of a sequence's slices, from 0 to its length."""
-        bounds = [0]
-        end = self.boundary(1)
+        """Return where a sequence is cut into slices, from 0 to its length."""
+        cuts = [0]
+        end = self.end(1)
         while end < length:
-            bounds.append(end)
-            end = self.boundary(len(bounds))
-        is_split = len(bounds) > 1
-        if is_split and self._joins(bounds, length):
-            bounds.pop()
-        return [*bounds, length]
+            cuts.append(end)
+            end = self.end(len(cuts))
+        is_split = len(cuts) > 1
+        if is_split and self._joins(cuts, length):
+            cuts.pop()
+        return [*cuts, length]
 
-    def _joins(self, bounds: SequenceOf[int], length: int) -> bool:
+    def _joins(self, cuts: SequenceOf[int], length: int) -> bool:
         """Return whether the tail is so small that it joins the slice before it."""
-        joined_tokens = length - bounds[-2]
+        joined_tokens = length - cuts[-2]
         if joined_tokens > self._max_tokens:
             return False
-        tail_work = self._work.between(bounds[-1], length)
+        tail_work = self._work.between(cuts[-1], length)
         least_work = _LEAST_TAIL * self._target
         return tail_work < least_work
 
 
 def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[int]:
-    """Return the boundaries of slices of equal work, from 0 to the length.
+    """Return where to cut slices of equal work, from 0 to the length.
 
     Each slice has at most about `target` work and at most `max_tokens` tokens.
     """
-    # What each slice costs besides its tokens is equal whatever the boundaries.
+    # What each slice costs besides its tokens is equal wherever they are cut.
     bare = replace(work, s_per_slice=0.0)
     total = bare.between(0, length)
     full_slices = total / target
@@ -211,9 +213,9 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
     wanted = max(1, count_by_work, count_by_tokens)
     # A slice has at least one token.
     count = min(length, wanted)
-    bounds = [0]
+    cuts = [0]
     for num_left in range(count, 1, -1):
-        last = bounds[-1]
+        last = cuts[-1]
         share = bare.between(last, length) / num_left
         reach = round(bare.reach(last, share))
         # Every later slice needs a token and can take no more than the most.
@@ -221,6 +223,6 @@ def cut_evenly(length: int, work: Work, target: float, max_tokens: int) -> list[
         most_later = num_later * max_tokens
         least = max(last + 1, length - most_later)
         most = min(last + max_tokens, length - num_later)
-        bound = min(max(reach, least), most)
-        bounds.append(bound)
-    return [*bounds, length]
+        cut = min(max(reach, least), most)
+        cuts.append(cut)
+    return [*cuts, length]

@@ -32,7 +32,7 @@ def forwards_within_memory(
     """Return for every stage how many F come before each B; shape (stages, chunks).
 
     A stage is held back where its chunks in flight would not leave its margin of bytes free even
-    with all layers recomputed. What a chain needs to end comes before that.
+    with all layers recomputed. A chain's own F are never held back.
 
     Args:
         pipeline: its stages and their limits.
@@ -62,11 +62,13 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
     ever.
 
     Two neighbours s and s+1 lock each other up if F k stands before B j-1 on s but F k-1 after B j
-    on s+1; so order[s][j-1] <= order[s+1][j] + 1.
+    on s+1. Suppose a send blocks until its receive is posted, and receive k is posted when k-1 is
+    consumed. Then the send of F k on s waits for F k-1 on s+1, which waits for the send of B j,
+    which waits for B j-1 on s, which stands after F k. So order[s][j-1] <= order[s+1][j] + 1.
 
     Args:
         order: (stages, chunks) of F before each B.
-        least: (chunks,) what a chain needs to end.
+        least: (chunks,) of F before each B that its chain needs; no count is lowered below it.
     """
     num_stages = len(order)
     num_chunks = len(least)
@@ -74,7 +76,8 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
     from_last = np.flip(order, axis=1)
     least_so_far = np.minimum.accumulate(from_last, axis=1)
     lowered = np.flip(least_so_far, axis=1).copy()
-    # Down the stages: before the same B, a stage runs at least one F less than the one before.
+    # Down the stages: before the same B, a stage runs at least one F less than the one before,
+    # unless a chain needs them.
     for stage in range(1, num_stages):
         before = lowered[stage - 1]
         # Where the stage before has run all F, this one may as well.
@@ -94,7 +97,7 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
 
 
 def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin: float) -> Ints:
-    """Return for each B the most F that may come before it within memory, on the safe side."""
+    """Return for each B about the most F that may come before it within memory."""
     costs = chains.costs
     num_layers = pipeline.stages[stage].num_layers
     dropped = num_layers * costs.freed_per_layer_bytes
@@ -122,8 +125,13 @@ def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin
 
 
 def _reserve_bytes(chains: CostedChains, stage: int) -> float:
-    """Return the most that any op may need while it runs: its own transient bytes, three transfers
-    and a layer that is recomputed."""
+    """Return about the most that any op may need while it runs: its own transient bytes, transfers
+    and a layer that is recomputed.
+
+    The ledger (`infinipipe.costs.memory`) counts four transfers, of each direction one ahead and
+    one behind, and in B the gradient that came as well. This has those five in B and three in F,
+    and takes transfers to be as large as the op's own. It is a rough upper estimate, no bound.
+    """
     costs = chains.costs
     boundary = costs.boundary_bytes
     in_forward = costs.forward_transient_bytes[stage]

@@ -55,7 +55,7 @@ def _last_windowed_order(chunks: Chunks, window: Window) -> Ints:
     match window:
         case "uniform":
             longest = max(chunks.chains, default=0)
-            num_chunks = len(chunks.chunks)
+            num_chunks = sum(chunks.chains)
             places = np.arange(num_chunks)
             window_of_longest: Ints = places + longest
             return window_of_longest

@@ -1,9 +1,10 @@
 """Recompute counts chosen for the makespan of a fixed order.
 
-The linear relaxation of the order's program (HiGHS) bounds it and says what a second of recompute
-costs where. Its counts are rounded within memory; a local search then moves recompute away from the
-critical path; SCIP goes on from there where there are few counts. The simulator and
-`StageMemory.during` judge all of it, never a solver's tolerance.
+The choice is a mixed-integer program (`infinipipe.planner.passes.recompute_program`). Without
+integers it is a linear program: its solution (HiGHS) bounds the makespan and says what a second of
+recompute costs where. The solution's counts are rounded within memory; a local search then moves
+recompute away from the critical path; SCIP goes on from there where there are few counts. The
+simulator and `StageMemory.during` judge all of it, never a solver's tolerance.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from infinipipe.costs import StageMemory
 from infinipipe.ir import Direction
 from infinipipe.planner.passes.recompute import SPARE_BYTES, fit_recompute
 from infinipipe.planner.passes.recompute_program import (
-    RecomputeProgram,
+    IntegerProgram,
     formulate,
     solve_integers,
     solve_relaxed,
@@ -31,17 +32,21 @@ _MOST_ITERATIONS = 20_000
 _MOST_COUNTS = 60
 _MOST_NODES = 10
 # Chunks times stages that the local search simulates, give or take: so many tries as that allows,
-# within the two limits below.
+# within the two limits below. More tries find better counts and take longer.
 _EFFORT = 40_000
+# However large a schedule is: fewer can change less, more take long, as each simulates all of it.
 _LEAST_TRIES = 8
+# However small it is: more may find a little more, but cheap tries add up as well.
 _MOST_TRIES = 60
 # How much of the local search's weights each simulation renews: less remembers longer what was
 # critical, more follows sooner what is.
-_MEMORY = 0.1
+_RENEWED = 0.1
 # What a second of recompute costs at least, in seconds of the makespan, so that nothing is
 # recomputed for nothing.
 _LEAST_WEIGHT = 0.02
-# What it is taken to cost to begin with where no linear program has told.
+# What it is taken to cost to begin with where no linear program has told. What is critical costs 1
+# more in a try, so this says how much dearer that is: less moves recompute away from it
+# sooner, more heeds the bytes that a second of recompute frees.
 _FIRST_WEIGHT = 0.3
 # Relative tolerance of the solvers; nobody looks for less.
 _CLOSE = 1e-6
@@ -77,17 +82,17 @@ def polish(
     """
     if not schedule.recompute.any():
         return schedule, None
-    program = formulate(schedule)
-    if program is None:
+    integer_program = formulate(schedule)
+    if integer_program is None:
         weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
-        return _search(schedule, weights, 0.0), None
-    return _solve(schedule, program, most_iterations, most_nodes)
+        return _move_recompute(schedule, weights, 0.0), None
+    return _solve(schedule, integer_program, most_iterations, most_nodes)
 
 
 def _solve(
-    schedule: Schedule, program: RecomputeProgram, most_iterations: int, most_nodes: int
+    schedule: Schedule, integer_program: IntegerProgram, most_iterations: int, most_nodes: int
 ) -> tuple[Schedule, Solved]:
-    relaxation = solve_relaxed(program, most_iterations)
+    relaxation = solve_relaxed(integer_program, most_iterations)
     solver = "HiGHS"
     status = relaxation.status
     bound_s = relaxation.bound_s
@@ -103,9 +108,9 @@ def _solve(
             counts = rounded.astype(np.int64)
             refitted = _refit(schedule, counts, prices)
             best = _faster(best, refitted)
-    best = _search(best, weights, bound_s)
-    if program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
-        solution = solve_integers(program, best, most_nodes)
+    best = _move_recompute(best, weights, bound_s)
+    if integer_program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
+        solution = solve_integers(integer_program, best, most_nodes)
         solver = "SCIP"
         status = solution.status
         prices = _prices(best, weights)
@@ -196,7 +201,7 @@ def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Int
     return counts
 
 
-def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
+def _move_recompute(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
     """Recompute a layer less in each critical B of a group, and let other chunks make room for it.
 
     A group that helps is tried again. What a second of a chunk's recompute costs comes to be how
@@ -221,7 +226,7 @@ def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
             other = _refit(best, counts, prices)
             if other is not None:
                 critical_then = _critical(other)
-                weights = (1 - _MEMORY) * weights + _MEMORY * critical_then
+                weights = (1 - _RENEWED) * weights + _RENEWED * critical_then
                 improved = other.makespan_s < best.makespan_s
                 if improved:
                     best = other
@@ -237,7 +242,9 @@ def _search(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
 def _groups(shape: tuple[int, ...]) -> list[Bools]:
     """Return (stages, chunks) all, every other diagonal, each stage alone.
 
-    On a diagonal are the chunks that are on different stages at one time.
+    On a diagonal are the chunks whose B run on different stages at one time. Within a split chain,
+    where B run backwards, that is where stage + chunk is the same; over chains of one chunk it is
+    where chunk - stage is, and both are even or odd together.
     """
     num_stages, num_chunks = shape
     stages = np.arange(num_stages)[:, None]
@@ -252,10 +259,11 @@ def _groups(shape: tuple[int, ...]) -> list[Bools]:
 
 
 def _critical(schedule: Schedule) -> Bools:
-    """Return (stages, chunks) whose B lie on a longest path through the timeline.
+    """Return (stages, chunks) whose B lie on a longest path of ops and transfers, as if receives
+    were always posted and no send waited.
 
-    It goes back from the last op: to the op before on the same stage, or to the one that sent what
-    this one waited for.
+    The path goes back from the last op: to the op before on the same stage, or to the one that sent
+    what this one waited for.
     """
     programs = schedule.programs
     num_stages = len(programs)

@@ -64,9 +64,8 @@ NO_RAMP = Ramp()
 
 
 def linear_ramp(num_stages: int) -> Ramp:
-    """Return as many steps at each end as there are stages before the last."""
-    steps = range(1, num_stages)
-    up = tuple(step / num_stages for step in steps)
+    """Return evenly growing sizes: at each end as many as there are stages before the last."""
+    up = tuple(stage / num_stages for stage in range(1, num_stages))
     down = up[::-1]
     return Ramp(up, down)
 

@@ -35,9 +35,8 @@ def fit_recompute(
 ) -> Ints | float:
     """Return the layers of each chunk to recompute so that no op exceeds the limit.
 
-    One sweep over the program. Where an op does not fit, chunks in flight drop more layers than in
-    `start`, looking back: those whose bytes, times the ops that will be spared them, cost the least
-    recompute.
+    One sweep over the program. Where an op does not fit, chunks whose F has already run drop
+    layers: those with the most bytes times ops until their B per second of recompute.
 
     Args:
         memory: the ledger of the program, which has F and B.

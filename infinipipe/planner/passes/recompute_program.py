@@ -4,10 +4,11 @@ With the order fixed, the makespan depends on the counts by linear rows. Columns
 start time per op, and the makespan. A row for each pair of ops says that the second one starts when
 the first has ended and what it sends has arrived. A row for each op that may be tight says that the
 chunks in flight free what is missing. Of the simulator's rules for transfers only how long they
-take is kept, so the program's optimum bounds every choice of counts in this order.
+take is kept, so the optimum bounds every choice of counts in this order. Without integers it is a
+linear program.
 
-Time is in thousandths of the given makespan and bytes are in layers of the largest chunk, which
-keeps the numbers near one, where solvers are exact.
+Time is in thousandths of the given makespan, and each memory row is scaled by its largest entry,
+which keeps the numbers near one, where solvers are exact.
 """
 
 from __future__ import annotations
@@ -24,24 +25,29 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs import StageMemory
 from infinipipe.highs import QuietHighs
-from infinipipe.planner.passes.recompute import SPARE_BYTES
 from infinipipe.planner.passes.schedule import Schedule
 
-# Makespan of the given schedule in the program's unit of time.
+# Makespan of the given schedule in the unit of time of the mixed-integer program.
 _UNITS = 1000.0
 # Chunks times stages, and entries of the matrix, up to which HiGHS is asked: mostly a tenth of a
 # second, 0.3 s at most.
 _MOST_CELLS = 2500
 _MOST_ENTRIES = 50_000
+# Bytes per layer by which a slope has to be steeper than the one before to get a row of its own. A
+# smaller difference can come from the rounding of large floats, and a byte is of no account.
+_LEAST_BEND = 1.0
 
 
 class _MemoryRow(NamedTuple):
-    """Layers that chunks in flight have to recompute: `freed @ counts >= least`."""
+    """What chunks in flight have to free by recompute: `freed @ counts >= least`.
+
+    Both sides are over the bytes of the largest entry.
+    """
 
     cells: Ints
     """The chunks' cells (`_Columns`)."""
     freed: Floats
-    """What a layer of each frees, in layers of the largest."""
+    """What a layer of each frees; the largest entry is 1."""
     least: float
 
 
@@ -91,12 +97,12 @@ class _Precedence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecomputeProgram:
-    """An order as a program."""
+class IntegerProgram:
+    """The choice of counts for one order as a mixed-integer program."""
 
     schedule: Schedule
     columns: _Columns
-    linear: highspy.HighsLp
+    linear_program: highspy.HighsLp
 
     @property
     def counted(self) -> Bools:
@@ -115,7 +121,7 @@ class RecomputeProgram:
 
 
 class Relaxation(NamedTuple):
-    """What HiGHS says of the program without integers."""
+    """What HiGHS says of the linear program."""
 
     status: str
     bound_s: float
@@ -127,7 +133,7 @@ class Relaxation(NamedTuple):
 
 
 class IntegerSolution(NamedTuple):
-    """What SCIP says of the program."""
+    """What SCIP says of the mixed-integer program."""
 
     status: str
     bound_s: float
@@ -136,8 +142,8 @@ class IntegerSolution(NamedTuple):
     """(stages, chunks)"""
 
 
-def formulate(schedule: Schedule) -> RecomputeProgram | None:
-    """Write down the program of a schedule's order; None if it is too large for a solver."""
+def formulate(schedule: Schedule) -> IntegerProgram | None:
+    """Write down the mixed-integer program of an order; None if it is too large for a solver."""
     if schedule.recompute.size > _MOST_CELLS:
         return None
     memory_rows = _memory_rows(schedule)
@@ -145,10 +151,10 @@ def formulate(schedule: Schedule) -> RecomputeProgram | None:
     for row in memory_rows:
         counted[row.cells] = True
     columns = _Columns(counted)
-    linear = _linear_program(schedule, columns, memory_rows)
-    if len(linear.a_matrix_.value_) > _MOST_ENTRIES:
+    linear_program = _linear_program(schedule, columns, memory_rows)
+    if len(linear_program.a_matrix_.value_) > _MOST_ENTRIES:
         return None
-    return RecomputeProgram(schedule, columns, linear)
+    return IntegerProgram(schedule, columns, linear_program)
 
 
 def _linear_program(
@@ -177,25 +183,25 @@ def _linear_program(
     entries_per_row: list[int] = used.sum(axis=1).tolist()
     entries_per_row += [len(freed) for freed in memory_values]
 
-    linear = highspy.HighsLp()
-    linear.num_col_ = columns.num_columns
-    linear.num_row_ = len(entries_per_row)
+    linear_program = highspy.HighsLp()
+    linear_program.num_col_ = columns.num_columns
+    linear_program.num_row_ = len(entries_per_row)
     # The makespan is the last column, and all that costs.
     free = np.zeros(columns.num_columns - 1)
-    linear.col_cost_ = np.append(free, 1.0)
-    linear.col_lower_ = np.zeros(columns.num_columns)
+    linear_program.col_cost_ = np.append(free, 1.0)
+    linear_program.col_lower_ = np.zeros(columns.num_columns)
     num_times = columns.num_columns - columns.num_counts
     endless = np.full(num_times, highspy.kHighsInf)
     most_layers = _most_layers(schedule)[columns.counted]
-    linear.col_upper_ = np.append(most_layers, endless)
-    linear.row_lower_ = np.append(least, memory_least)
-    linear.row_upper_ = np.full(linear.num_row_, highspy.kHighsInf)
-    matrix = linear.a_matrix_
+    linear_program.col_upper_ = np.append(most_layers, endless)
+    linear_program.row_lower_ = np.append(least, memory_least)
+    linear_program.row_upper_ = np.full(linear_program.num_row_, highspy.kHighsInf)
+    matrix = linear_program.a_matrix_
     matrix.format_ = highspy.MatrixFormat.kRowwise
     matrix.start_ = np.cumsum([0, *entries_per_row])
     matrix.index_ = np.concatenate([indices, *memory_indices])
     matrix.value_ = np.concatenate([values, *memory_values])
-    return linear
+    return linear_program
 
 
 def _most_layers(schedule: Schedule) -> Floats:
@@ -302,7 +308,7 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
         slopes = np.diff(transient[op])
         # The first slope, and each one that is steeper than the one before.
         changes = np.diff(slopes, prepend=-np.inf)
-        for count in np.flatnonzero(changes > SPARE_BYTES).tolist():
+        for count in np.flatnonzero(changes > _LEAST_BEND).tolist():
             slope = slopes[count]
             # A layer more of the op's own chunk also makes it need `slope` more.
             freed = freed_per_layer - slope * is_own
@@ -347,36 +353,38 @@ def _transient_by_count(memory: StageMemory) -> Floats:
     return transient
 
 
-def solve_relaxed(program: RecomputeProgram, most_iterations: int) -> Relaxation:
-    """Solve without integers with HiGHS: one thread, limited by iterations, so alike everywhere."""
+def solve_relaxed(integer_program: IntegerProgram, most_iterations: int) -> Relaxation:
+    """Solve the linear program with HiGHS: one thread, limited by iterations, alike everywhere."""
     solver = QuietHighs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("solver", "simplex")
     solver.setOptionValue("simplex_iteration_limit", most_iterations)
-    solver.passModel(program.linear)
+    solver.passModel(integer_program.linear_program)
     solver.run()
     ended = solver.getModelStatus()
     status = str(solver.modelStatusToString(ended))
-    counted = program.counted
+    counted = integer_program.counted
     counts = np.zeros(counted.shape)
     criticality = np.zeros(counted.shape)
     if ended != highspy.HighsModelStatus.kOptimal:
         return Relaxation(status, 0.0, counts, criticality)
     solution = solver.getSolution()
-    counts[counted] = solution.col_value[: program.num_counts]
+    counts[counted] = solution.col_value[: integer_program.num_counts]
     # The dual of a pair's row is what a second more between the two adds to the makespan. An op
     # that takes longer delays all that wait for it.
-    before = _precedence(program.schedule).before
+    before = _precedence(integer_program.schedule).before
     duals = solution.row_dual[: len(before)]
     through = np.bincount(before, weights=duals)
     by_stage = through.reshape(len(counted), -1)
-    for stage, stage_program in enumerate(program.schedule.programs):
-        backwards = stage_program.backward_places
+    for stage, program in enumerate(integer_program.schedule.programs):
+        backwards = program.backward_places
         criticality[stage] = by_stage[stage][backwards]
     makespan = float(solver.getObjectiveValue())
-    return Relaxation(status, makespan * program.unit_s, counts, criticality)
+    return Relaxation(status, makespan * integer_program.unit_s, counts, criticality)
 
 
-def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) -> IntegerSolution:
+def solve_integers(
+    integer_program: IntegerProgram, start: Schedule, most_nodes: int
+) -> IntegerSolution:
     """Let SCIP go on from a schedule of the same order."""
     from pyscipopt import Model, quicksum
 
@@ -386,25 +394,25 @@ def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) 
     model.setParam("misc/catchctrlc", False)
     model.setParam("limits/nodes", most_nodes)
     model.setParam("randomization/randomseedshift", 0)
-    linear = program.linear
-    num_counts = program.num_counts
-    num_times = linear.num_col_ - num_counts
+    linear_program = integer_program.linear_program
+    num_counts = integer_program.num_counts
+    num_times = linear_program.num_col_ - num_counts
     kinds = "I" * num_counts + "C" * num_times
     columns = []
-    for kind, most in zip(kinds, linear.col_upper_, strict=True):
+    for kind, most in zip(kinds, linear_program.col_upper_, strict=True):
         columns.append(model.addVar(vtype=kind, ub=most))
-    matrix = linear.a_matrix_
+    matrix = linear_program.a_matrix_
     terms = []
     for value, index in zip(matrix.value_, matrix.index_, strict=True):
         terms.append(value * columns[index])
-    bounds = pairwise(matrix.start_)
-    for least, (first, last) in zip(linear.row_lower_, bounds, strict=True):
+    spans = pairwise(matrix.start_)
+    for least, (first, last) in zip(linear_program.row_lower_, spans, strict=True):
         row = quicksum(terms[first:last])
         model.addCons(row >= least)
     model.setObjective(columns[-1], "minimize")
 
     solution = model.createSol()
-    values = _column_values(program, start)
+    values = _column_values(integer_program, start)
     for column, value in zip(columns, values, strict=True):
         model.setSolVal(solution, column, value)
     model.addSol(solution)
@@ -416,17 +424,17 @@ def solve_integers(program: RecomputeProgram, start: Schedule, most_nodes: int) 
     best = model.getBestSol()
     values = [model.getSolVal(best, column) for column in columns[:num_counts]]
     # Integers, but for SCIP's tolerance.
-    counts[program.counted] = [round(value) for value in values]
+    counts[integer_program.counted] = [round(value) for value in values]
     bound = max(0.0, float(model.getDualbound()))
-    return IntegerSolution(status, bound * program.unit_s, counts)
+    return IntegerSolution(status, bound * integer_program.unit_s, counts)
 
 
-def _column_values(program: RecomputeProgram, schedule: Schedule) -> list[float]:
-    """Return what a schedule of the program's order is in its columns."""
+def _column_values(integer_program: IntegerProgram, schedule: Schedule) -> list[float]:
+    """Return the values of the columns for a schedule of the same order."""
     starts_s = np.concatenate(schedule.timeline.start_s)
     seconds = np.append(starts_s, schedule.makespan_s)
-    times = seconds / program.unit_s
-    counts = schedule.recompute[program.counted]
+    times = seconds / integer_program.unit_s
+    counts = schedule.recompute[integer_program.counted]
     values = np.append(counts, times)
     numbers: list[float] = values.tolist()
     return numbers

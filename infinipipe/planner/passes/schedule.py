@@ -10,7 +10,7 @@ import numpy as np
 
 from infinipipe.aliases import Floats, Ints
 from infinipipe.costs import CostedChunks, PackedProgram, StageMemory, Timeline, simulate
-from infinipipe.ir import Replica, Search, StagePrediction
+from infinipipe.ir import Chunk, Replica, Search, StagePrediction
 from infinipipe.planner.passes.chunking import Chunks
 from infinipipe.planner.passes.order import backward_order
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
@@ -25,9 +25,14 @@ class CostedChains:
     costs: CostedChunks
 
     @property
+    def ir_chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of all chains, by number."""
+        return self.chunks.chunks
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of all chains."""
-        return len(self.chunks.chunks)
+        return len(self.ir_chunks)
 
 
 # What a schedule says that no search has named yet.
@@ -125,7 +130,11 @@ def order_memories(
 def fit_schedule(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
 ) -> Result:
-    """Choose recompute counts for given programs and simulate them."""
+    """Choose recompute counts for given programs and simulate them.
+
+    A shortage is that of the first stage that does not fit; later ones may lack more. (Where counts
+    are given, `fixed_schedule` looks at all and returns the largest.)
+    """
     recompute_s = chains.costs.recompute_s
     rows: list[Ints] = []
     for stage, memory in enumerate(memories):
@@ -141,7 +150,10 @@ def fit_schedule(
 def fixed_schedule(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
 ) -> Result:
-    """Simulate given programs with given recompute counts, if they fit."""
+    """Simulate given programs with given recompute counts, if they fit.
+
+    If they do not, return the largest shortage of all stages.
+    """
     shortages = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
@@ -169,10 +181,10 @@ def simulate_schedule(
 
 
 def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
-    """Return what chunks in this order cannot undercut, for much less than it takes to simulate.
+    """Return what no order of these chunks can undercut, for much less than it takes to simulate.
 
-    A stage waits until the first chunk comes down, and when its last B has ended that one goes all
-    the way up.
+    F runs by chunk number in every order, and B backwards within chains. So a stage waits until the
+    first chunk comes down, and when its last B has ended that one goes all the way up.
     """
     costs = chains.costs
     first = 0
@@ -192,7 +204,7 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
 
 
 def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
-    """Return whether no schedule of chunks in this order is faster than the incumbent."""
+    """Return whether no order of these chunks is faster than the incumbent."""
     if not isinstance(incumbent, Schedule):
         return False
     return quick_bound_s(chains, recompute) >= incumbent.makespan_s
@@ -213,7 +225,7 @@ def make_replica(schedule: Schedule) -> Replica:
     """Turn a schedule into the IR."""
     stages = range(len(schedule.memories))
     return Replica(
-        chunks=schedule.chains.chunks.chunks,
+        chunks=schedule.chains.ir_chunks,
         recompute=tuple(tuple(row.tolist()) for row in schedule.recompute),
         programs=tuple(program.unpack() for program in schedule.programs),
         predicted=tuple(_predict_stage(schedule, stage) for stage in stages),

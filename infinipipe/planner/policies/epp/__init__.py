@@ -54,10 +54,10 @@ def polish_result(result: Result) -> Result:
     polished, solved = polish(result)
     if solved is None:
         return polished
-    search = Search(
+    record = Search(
         winner=result.search.winner,
         solver=solved.solver,
         status=solved.status,
         gap=solved.gap,
     )
-    return replace(polished, search=search)
+    return replace(polished, search=record)

@@ -18,12 +18,15 @@ RAMPS: dict[RampName, Callable[[int], Ramp]] = {
 """By name, what makes the ramp for a number of stages."""
 
 ONE_CHAIN = Warmup(per_stage=0.0, burst=1_000_000)
-"""One chain at a time, which no burst cuts short: the least that can be in flight."""
+"""A chain's F directly before its B: the least that can be in flight.
+
+Bursts are longer than any chain, so no F runs in advance.
+"""
 
 _WARMUPS = (Warmup(2.0, 2), Warmup(2.0, 1), Warmup(1.5, 1), Warmup(1.0, 1))
 """From two F ahead of each next stage to the one of plain 1F1B.
 
-More hides waits for long chunks, less takes less memory.
+More ahead hides waits. A larger burst runs fewer F in advance, which takes less memory.
 """
 
 
@@ -56,7 +59,7 @@ class Candidate:
         """Return what a plan says of it."""
         cut = "even slices" if self.even else "one mesh"
         warmup = self.warmup
-        # Grades are what plan files call a ramp.
+        # Plan files hold this text, and `grades` is their word for a ramp.
         parts = (
             f"{self.num_parts:.4g} parts",
             f"{self.attention:.0%} of attention",

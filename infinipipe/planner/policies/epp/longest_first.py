@@ -74,8 +74,12 @@ def _over_bound(problem: Problem, result: Result) -> float:
 
 
 def _leave_room(problem: Problem, largest_tokens: int) -> Problem:
-    """Return the problem with less memory: while a part runs, the first activation of the next one
-    is on its way, and its last gradient may be."""
+    """Return the problem with less memory: while one part ends, the next one's first activation and
+    its own last gradient may be under way.
+
+    Each is of a chunk. How large the chunks are is not known yet, and none of a single sequence is
+    larger than the longest sequence.
+    """
     pipeline = problem.pipeline
     coming = 2 * pipeline.costs.boundary_bytes(largest_tokens)
     limits = tuple(limit - coming for limit in pipeline.limits)
@@ -83,7 +87,10 @@ def _leave_room(problem: Problem, largest_tokens: int) -> Problem:
 
 
 def _search_one(problem: Problem, space: SearchSpace, member: int) -> Result:
-    """Plan one sequence, with fewer choices: there is nothing to pack beside it."""
+    """Plan one sequence, with fewer choices: this is one of up to eight such searches.
+
+    Ramps and packing have nothing to work on with one sequence.
+    """
     few = replace(
         space,
         attentions=space.attentions[:1],

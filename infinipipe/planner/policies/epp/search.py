@@ -37,8 +37,10 @@ from infinipipe.planner.policies.epp.candidates import (
 )
 from infinipipe.planner.problem import Problem
 
-# Chunks times stages that are simulated at most, give or take a climb: less than a second. It is no
-# clock, so that plans are the same on every machine.
+# Chunks times stages of the candidates that are ordered in one search, after which climbs and
+# variations end; looking for anything that fits is not limited by it. More finds more and takes
+# longer, and one plan may run several searches. It is no clock, so that plans are the same on every
+# machine.
 _EFFORT = 100_000
 # More parts take longer to plan, and each costs the overhead of a chunk. What `epp` chose for the
 # batches of benchmarks/RESULTS.md has 94 to 626 chunks.
@@ -47,8 +49,9 @@ _MOST_PARTS = 800
 # are tried: all small ones, then ever wider apart.
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-# How often an order that does not fit is drawn again with what it lacked left free. More can find
-# orders that fit, but an order that lacks much costs all of them.
+# How often an order that does not fit is drawn again with what it lacked left free. It helps where
+# the estimate of `in_flight`, which is rough about transients and transfers, is too low. Where a
+# chain's own F force the order, a larger margin lowers nothing, and all retries are in vain.
 _RETRIES = 3
 # How often the search goes on from what lacks least, where nothing fits yet. Each time tries all
 # moves of `descend`.
@@ -59,19 +62,19 @@ _DESCENT_FACTORS = (FINE, 1 / FINE, 1.05)
 
 def search_schedule(problem: Problem, space: SearchSpace) -> Result:
     """Return the best schedule found for a replica's sequences, or the smallest shortage."""
-    search = Search(problem, space)
-    num_parts = search.guess_parts()
+    trials = Trials(problem, space)
+    num_parts = trials.guess_parts()
     start = first_candidate(space, num_parts)
-    find_feasible(search, start)
+    find_feasible(trials, start)
     if len(problem.members) <= _FEW_SEQUENCES:
-        try_few_counts(search, start)
-    climb(search, COARSE)
-    vary(search)
-    climb(search, FINE)
-    while vary(search):
-        climb(search, COARSE)
-        climb(search, FINE)
-    return search.best
+        try_few_counts(trials, start)
+    climb(trials, COARSE)
+    vary(trials)
+    climb(trials, FINE)
+    while vary(trials):
+        climb(trials, COARSE)
+        climb(trials, FINE)
+    return trials.best
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,14 @@ class Outcome:
     """What a candidate yields."""
 
     result: Result | None
-    """None where it cannot beat the incumbent, so that nothing was simulated."""
+    """None where it cannot beat the incumbent, so that nothing was ordered."""
     makespan_s: float
     """Of the result, infinity for a shortage; without a result, what it cannot undercut."""
     effort: int
-    """Chunks times stages that were simulated."""
+    """Chunks times stages that were ordered; 0 if the quick bound sufficed."""
 
 
-class Search:
+class Trials:
     """Which candidates were tried, and the best of them."""
 
     def __init__(self, problem: Problem, space: SearchSpace) -> None:
@@ -103,7 +106,7 @@ class Search:
 
     @property
     def exhausted(self) -> bool:
-        """Whether enough has been simulated."""
+        """Whether climbs and variations have to end (`_EFFORT`)."""
         return self.effort >= _EFFORT
 
     @property
@@ -124,9 +127,10 @@ class Search:
         return self._outcomes[candidate].makespan_s
 
     def guess_parts(self) -> float:
-        """Return where filling and draining costs about as much as the overhead of chunks.
+        """Return where filling and draining takes twice as long as the overhead of chunks.
 
-        The n for which (P - 1) * work / n = 2 * n * overhead; the search climbs from there.
+        That is the n for which (P - 1) * work / n = 2 * n * overhead. Where the two are equal, n is
+        larger, but ramps add chunks, so the search starts with fewer. It climbs from there.
         """
         pipeline = self.problem.pipeline
         costs = pipeline.costs
@@ -138,71 +142,71 @@ class Search:
         return clip_parts(num_parts, self.most_parts)
 
 
-def find_feasible(search: Search, start: Candidate) -> None:
+def find_feasible(trials: Trials, start: Candidate) -> None:
     """Look for a candidate that fits: with more or fewer parts, the least in flight, equal tokens.
 
     Fewer parts can help: large chunks need much while they run, but a sequence that is not split
     needs no slot.
     """
-    numbers = _numbers_around(start.num_parts, search.most_parts)
+    numbers = _numbers_around(start.num_parts, trials.most_parts)
     for num_parts in numbers:
-        if math.isfinite(search.try_out(replace(start, num_parts=num_parts))):
+        if math.isfinite(trials.try_out(replace(start, num_parts=num_parts))):
             return
-    descend(search)
-    if search.feasible:
+    descend(trials)
+    if trials.feasible:
         return
     frugal = replace(start, warmup=ONE_CHAIN)
-    for attention in (start.attention, min(search.space.attentions)):
+    for attention in (start.attention, min(trials.space.attentions)):
         for num_parts in numbers:
-            search.try_out(replace(frugal, num_parts=num_parts, attention=attention))
-    descend(search)
+            trials.try_out(replace(frugal, num_parts=num_parts, attention=attention))
+    descend(trials)
 
 
-def descend(search: Search) -> None:
+def descend(trials: Trials) -> None:
     """Follow what lacks least, for a while, until something fits or nothing lacks less."""
-    moves = [scale_parts(factor, search.most_parts) for factor in _DESCENT_FACTORS]
-    moves += [with_attention(attention) for attention in search.space.attentions]
-    moves += [with_even(even) for even in search.space.evens]
+    moves = [scale_parts(factor, trials.most_parts) for factor in _DESCENT_FACTORS]
+    moves += [with_attention(attention) for attention in trials.space.attentions]
+    moves += [with_even(even) for even in trials.space.evens]
     for _ in range(_DESCENTS):
-        before = search.best_candidate
+        before = trials.best_candidate
         if before is None:
             return
         for move in moves:
-            if search.feasible:
+            if trials.feasible:
                 return
-            search.try_out(move(before))
-        if search.best_candidate == before:
+            trials.try_out(move(before))
+        if trials.best_candidate == before:
             return
 
 
-def try_few_counts(search: Search, start: Candidate) -> None:
+def try_few_counts(trials: Trials, start: Candidate) -> None:
     """Try many numbers of parts."""
     for count in _FEW_COUNTS:
-        num_parts = clip_parts(count, search.most_parts)
-        for attention in search.space.attentions:
-            search.try_out(replace(start, num_parts=num_parts, attention=attention))
+        num_parts = clip_parts(count, trials.most_parts)
+        for attention in trials.space.attentions:
+            trials.try_out(replace(start, num_parts=num_parts, attention=attention))
 
 
-def climb(search: Search, factor: float) -> None:
+def climb(trials: Trials, factor: float) -> None:
     """Follow the number of parts from the best candidate to a local optimum."""
     for move in (
-        scale_parts(factor, search.most_parts),
-        scale_parts(1 / factor, search.most_parts),
+        scale_parts(factor, trials.most_parts),
+        scale_parts(1 / factor, trials.most_parts),
     ):
-        while search.best_candidate is not None and not search.exhausted:
-            candidate = search.best_candidate
-            if search.try_out(move(candidate)) >= search.try_out(candidate):
+        while trials.best_candidate is not None and not trials.exhausted:
+            candidate = trials.best_candidate
+            if trials.try_out(move(candidate)) >= trials.try_out(candidate):
                 break
 
 
-def vary(search: Search) -> bool:
+def vary(trials: Trials) -> bool:
     """Try other orders and other cuts around the best; return whether any is better."""
-    before = search.best_candidate
-    num_stages = search.problem.pipeline.num_stages
-    for move in variations(search.space, num_stages, search.most_parts):
-        if search.best_candidate is not None and not search.exhausted:
-            search.try_out(move(search.best_candidate))
-    return search.best_candidate != before
+    before = trials.best_candidate
+    num_stages = trials.problem.pipeline.num_stages
+    for move in variations(trials.space, num_stages, trials.most_parts):
+        if trials.best_candidate is not None and not trials.exhausted:
+            trials.try_out(move(trials.best_candidate))
+    return trials.best_candidate != before
 
 
 def _numbers_around(start: float, most_parts: float) -> list[float]:
@@ -273,7 +277,8 @@ def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
     target = float(works.sum()) / candidate.num_parts
     longest = float(works.max())
     if longest > target:
-        # A target of which the longest sequence is a whole number of times leaves it no tail.
+        # If the longest sequence is a whole number of targets, its tail is so small that it mostly
+        # joins the slice before it (`chunking._LEAST_TAIL`).
         num_slices = max(1, round(longest / target))
         target = longest / num_slices
     max_tokens = costs.max_chunk_tokens
