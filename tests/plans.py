@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from infinipipe.costs import PackedProgram, simulate
 from infinipipe.costs.predict import Span
+from infinipipe.errors import InputError
 from infinipipe.ir import (
     FORMAT_VERSION,
     Chunk,
@@ -33,7 +35,6 @@ from infinipipe.ir import (
     Step,
     chunk_chains,
     loss_denominator,
-    parse_op,
 )
 
 F = OpKind.FORWARD
@@ -42,6 +43,14 @@ I = OpKind.BACKWARD_INPUT  # noqa: E741
 W = OpKind.BACKWARD_WEIGHT
 
 LENGTHS = (7, 40, 5, 3, 24, 1)
+
+# Eighteen digits fit every integer that the plan file can hold without a sign.
+_NUMBER = "(0|[1-9][0-9]{0,17})"
+_LETTERS = "".join(OpKind)
+_OP = re.compile(f"{_NUMBER}([{_LETTERS}]){_NUMBER}")
+
+# Enough to recognise a wrong text by, few enough to keep the error on one line.
+_QUOTED_CHARACTERS = 40
 
 
 def make_model(num_layers: int = 8, **changes: Any) -> Model:
@@ -130,6 +139,21 @@ def make_chunks(
         else:
             chunks.append([rest])
     return tuple(Chunk(tuple(slices)) for slices in chunks)
+
+
+def parse_op(text: str) -> tuple[int, Op]:
+    """Return the stage and the op that a text form names: `show_op` backwards.
+
+    Raises:
+        InputError: the text is not exactly one op.
+    """
+    match = _OP.fullmatch(text)
+    if match is None:
+        quoted = ascii(text[:_QUOTED_CHARACTERS])
+        letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+        raise InputError(f"not an op: {quoted}; write stage, kind ({letters}) and chunk, as in 2F0")
+    stage, kind, chunk = match.groups()
+    return int(stage), Op(OpKind(kind), int(chunk))
 
 
 def parse_program(stage: int, text: str) -> tuple[Op, ...]:

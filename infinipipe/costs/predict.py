@@ -17,7 +17,7 @@ from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.simulate import Timeline, simulate
 from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
 from infinipipe.ir import TRAITS, Header, Op, OpKind, Replica, StagePrediction, Step
-from infinipipe.ir.text import show_op, window
+from infinipipe.ir.text import excerpt, show_op
 from infinipipe.profiles import Profile
 
 # Relative. Sums of many floats may differ in their last digits, by the version of numpy or by the
@@ -170,7 +170,7 @@ class _ReplicaPrediction:
     def around_peak(self, stage: int, replica: Replica) -> str:
         """Show the ops around the one at which the stage holds most."""
         peak = self.during_bytes[stage].argmax()
-        return window(stage, replica.programs[stage], int(peak))
+        return excerpt(stage, replica.programs[stage], int(peak))
 
     def spans(self, number: int, replica: Replica) -> Iterator[Span]:
         """Yield the spans of one replica, stage by stage."""

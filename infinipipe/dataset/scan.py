@@ -34,7 +34,7 @@ def open_dataset(
     """Check every line of a dataset and return what planning needs of it.
 
     `tokenizer` is `BYTES` or a directory with a `tokenizer.json`; only `text` needs it. Sequences
-    are cut to `max_length` tokens. `progress` is told bytes of the file.
+    are cut to `max_length` tokens. `progress` is called with bytes of the file.
 
     Raises:
         InputError: the file cannot be read or a line of it cannot be used; names the line.

@@ -25,7 +25,7 @@ from infinipipe.ir.plan import (
     chunk_chains,
     loss_denominator,
 )
-from infinipipe.ir.text import parse_op, show_op, show_program
+from infinipipe.ir.text import show_op, show_program
 from infinipipe.ir.verify import verify_header, verify_step
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "chunk_chains",
     "loss_denominator",
     "open_plan",
-    "parse_op",
     "show_op",
     "show_program",
     "verify_header",

@@ -312,8 +312,11 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def plus(self, step: Step) -> Totals:
         """Return the sums with one more step."""
-        num_chunks = sum(len(replica.chunks) for replica in step.replicas)
-        num_ops = sum(len(program) for replica in step.replicas for program in replica.programs)
+        num_chunks = 0
+        num_ops = 0
+        for replica in step.replicas:
+            num_chunks += len(replica.chunks)
+            num_ops += sum(len(program) for program in replica.programs)
         return Totals(
             num_steps=self.num_steps + 1,
             num_sequences=self.num_sequences + len(step.sequences),

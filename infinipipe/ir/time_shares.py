@@ -21,11 +21,10 @@ class TimeShares(NamedTuple):
     def of(cls, predictions: Iterable[StagePrediction]) -> Self:
         """Sum what is predicted of stages, in their order."""
         stages = tuple(predictions)
-        return cls(
-            busy_s=sum(stage.busy_s for stage in stages),
-            recompute_s=sum(stage.recompute_s for stage in stages),
-            bubble_s=sum(stage.bubble_s for stage in stages),
-        )
+        busy_s = sum(stage.busy_s for stage in stages)
+        recompute_s = sum(stage.recompute_s for stage in stages)
+        bubble_s = sum(stage.bubble_s for stage in stages)
+        return cls(busy_s=busy_s, recompute_s=recompute_s, bubble_s=bubble_s)
 
     def plus(self, other: TimeShares) -> TimeShares:
         """Return the sums over the stages of both."""

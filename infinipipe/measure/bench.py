@@ -181,7 +181,9 @@ class Bench:
         sizes = [_num_elements(group) for group in groups]
         with memory_errors():
             steps = [self._optimizer_step(group) for group in groups]
-            seconds = [[step() for step in steps] for _ in range(repeats)]
+            seconds = []
+            for _ in range(repeats):
+                seconds.append([step() for step in steps])
         return fit_line(sizes, np.median(seconds, axis=0).tolist())
 
     def _optimizer_step(self, parameters: list[nn.Parameter]) -> Callable[[], float]:

@@ -46,18 +46,19 @@ def _hybrid(start: int, count: int) -> Slices:
     return ((start, 256), *_pack(64, count))
 
 
-COARSE: tuple[Slices, ...] = (
-    *(_whole(size) for size in _COARSE_SIZES),
-    *((later,) for later in _COARSE_LATER_SLICES),
-    *(_pack(*pack) for pack in _COARSE_PACKS),
-)
+_COARSE_WHOLE = [_whole(size) for size in _COARSE_SIZES]
+_COARSE_LATER = [(later,) for later in _COARSE_LATER_SLICES]
+_COARSE_PACKED = [_pack(length, count) for length, count in _COARSE_PACKS]
+
+COARSE: tuple[Slices, ...] = (*_COARSE_WHOLE, *_COARSE_LATER, *_COARSE_PACKED)
 """What is measured first: enough of each kind for a first fit."""
-CANDIDATES: tuple[Slices, ...] = (
-    *(_whole(size) for size in _SIZES),
-    *((later,) for later in product(_STARTS, _LATER_LENGTHS)),
-    *(_pack(*pack) for pack in product(_PACK_LENGTHS, _PACK_COUNTS)),
-    *(_hybrid(*hybrid) for hybrid in product(_HYBRID_STARTS, _HYBRID_COUNTS)),
-)
+
+_WHOLE_SEQUENCES = [_whole(size) for size in _SIZES]
+_LATER_SLICES = [(later,) for later in product(_STARTS, _LATER_LENGTHS)]
+_PACKED = [_pack(length, count) for length, count in product(_PACK_LENGTHS, _PACK_COUNTS)]
+_HYBRIDS = [_hybrid(start, count) for start, count in product(_HYBRID_STARTS, _HYBRID_COUNTS)]
+
+CANDIDATES: tuple[Slices, ...] = (*_WHOLE_SEQUENCES, *_LATER_SLICES, *_PACKED, *_HYBRIDS)
 
 NUM_KINDS = 4
 """Whole sequences, slices with context, packs and hybrids of the last two."""

@@ -135,14 +135,12 @@ def scale_curve(curve: Curve, scale: float) -> Curve:
 
 def fitted_seconds(time: LayerTime, points: SequenceOf[Point]) -> Floats:
     """Return what a fit says of each point, shape (points,)."""
-    return layer_seconds(
-        time,
-        np.array([point.tokens for point in points]),
-        np.array([point.pairs for point in points]),
-        np.array([len(point.slices) for point in points]),
-        np.array([point.context for point in points]),
-        np.array([point.continued for point in points]),
-    )
+    tokens = np.array([point.tokens for point in points])
+    pairs = np.array([point.pairs for point in points])
+    num_slices = np.array([len(point.slices) for point in points])
+    contexts = np.array([point.context for point in points])
+    continued = np.array([point.continued for point in points])
+    return layer_seconds(time, tokens, pairs, num_slices, contexts, continued)
 
 
 def fit_line(sizes: SequenceOf[float], seconds: SequenceOf[float]) -> Line:

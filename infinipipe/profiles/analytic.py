@@ -18,7 +18,7 @@ from infinipipe.profiles.profile import (
     Profile,
     Times,
 )
-from infinipipe.profiles.roofline import BF16, FP32, Roofline, layer_split_bytes, query_size
+from infinipipe.profiles.roofline import BF16, FP32, Roofline, query_size, weight_input_bytes
 from infinipipe.profiles.sheets import SHEETS, Sheet
 
 DEVICES = tuple(SHEETS)
@@ -151,5 +151,5 @@ def _bytes(model: Model) -> Bytes:
         head_forward_peak=Line(constant=embedding, rate=2 * FP32 * hidden),
         head_backward_peak=Line(constant=0.0, rate=(BF16 + 2 * FP32) * hidden),
         logits_per_token=model.vocabulary_size * (BF16 + 2 * FP32),
-        layer_split_per_token=layer_split_bytes(model),
+        layer_split_per_token=weight_input_bytes(model),
     )

@@ -12,7 +12,7 @@ Every part takes the longer of what its arithmetic and its memory traffic need:
 I and W share what B does: I has the products that give gradients of inputs, attention and the
 rest, W the products that give gradients of weights. Together they cost more than B, as what lies
 between is not at hand any more: W reads the inputs of its products and the gradients of their
-outputs, `layer_split_bytes`, once more.
+outputs, `weight_input_bytes`, once more.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def query_size(model: Model) -> int:
     return model.num_heads * model.head_dim
 
 
-def layer_split_bytes(model: Model) -> int:
+def weight_input_bytes(model: Model) -> int:
     """Return the bytes per token of the inputs of a layer's products and their outputs' gradients.
 
     Q, K and V have one input, and so have the first two products of the MLP. The norms are no
@@ -176,7 +176,7 @@ class Roofline:
         return max(self._matmuls_seconds(tokens) + 2 * traffic_s, kernels * _LAUNCH_S)
 
     def _weight_seconds(self, tokens: int) -> float:
-        read_s = self._copy_seconds(tokens * layer_split_bytes(self.model))
+        read_s = self._copy_seconds(tokens * weight_input_bytes(self.model))
         return max(self._matmuls_seconds(tokens) + read_s, _WEIGHT_KERNELS * _LAUNCH_S)
 
     def _layer_traffic(self) -> int:

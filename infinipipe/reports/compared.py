@@ -23,7 +23,10 @@ def compare_tables(cells: SequenceOf[Cell]) -> Group:
 
 def compare_rows(cells: SequenceOf[Cell]) -> list[dict[str, Any]]:
     """Return a row of plain data for each policy in each choice of stages and memory."""
-    return [_plain_row(cell, row) for cell in cells for row in cell.rows]
+    rows: list[dict[str, Any]] = []
+    for cell in cells:
+        rows.extend(_plain_row(cell, row) for row in cell.rows)
+    return rows
 
 
 def _plain_row(cell: Cell, row: Row | InfeasibleRow) -> dict[str, Any]:

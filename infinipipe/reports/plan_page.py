@@ -123,13 +123,21 @@ def _slice_data(step: Step, part: Slice) -> tuple[int, int, int, int]:
 
 def _columns(spans: SequenceOf[Span]) -> Data:
     """Return the spans as columns, which take a third of the room of records."""
+    stages = [span.stage for span in spans]
+    kinds = [span.op.kind.value for span in spans]
+    chunks = [span.op.chunk for span in spans]
+    starts_s = [round(span.start_s, _DECIMALS) for span in spans]
+    seconds = [round(span.end_s - span.start_s, _DECIMALS) for span in spans]
+    recompute_s = [round(span.recompute_s, _DECIMALS) for span in spans]
+    during_bytes = [span.during_bytes for span in spans]
+    after_bytes = [span.after_bytes for span in spans]
     return {
-        "stage": [span.stage for span in spans],
-        "kind": [span.op.kind.value for span in spans],
-        "chunk": [span.op.chunk for span in spans],
-        "start": [round(span.start_s, _DECIMALS) for span in spans],
-        "seconds": [round(span.end_s - span.start_s, _DECIMALS) for span in spans],
-        "recompute": [round(span.recompute_s, _DECIMALS) for span in spans],
-        "during": [span.during_bytes for span in spans],
-        "after": [span.after_bytes for span in spans],
+        "stage": stages,
+        "kind": kinds,
+        "chunk": chunks,
+        "start": starts_s,
+        "seconds": seconds,
+        "recompute": recompute_s,
+        "during": during_bytes,
+        "after": after_bytes,
     }

@@ -17,6 +17,7 @@ from infinipipe.ir import (
     Replica,
     Search,
     Sequence,
+    StagePrediction,
     Step,
     Totals,
     chunk_chains,
@@ -182,6 +183,8 @@ def header_document(header: Header) -> Document:
 
 def step_document(header: Header, step: Step) -> Document:
     """Return a whole step as plain data: a `StepView`."""
+    sequences = tuple(SequenceView(**_fields(sequence)) for sequence in step.sequences)
+    replicas = tuple(_replica_view(step, replica) for replica in step.replicas)
     view = StepView(
         index=step.index,
         loss_norm=header.loss_norm,
@@ -189,23 +192,28 @@ def step_document(header: Header, step: Step) -> Document:
         makespan_s=step.makespan_s,
         bound_s=step.bound_s,
         step_s=step.step_s,
-        sequences=tuple(SequenceView(**_fields(sequence)) for sequence in step.sequences),
-        replicas=tuple(_replica_view(step, replica) for replica in step.replicas),
+        sequences=sequences,
+        replicas=replicas,
     )
     return _plain(view)
 
 
 def step_summary(step: Step) -> StepSummary:
     """Return the counts, times and memory of a step."""
-    chunks = [chunk for replica in step.replicas for chunk in replica.chunks]
+    chunks: list[Chunk] = []
+    predicted: list[StagePrediction] = []
+    for replica in step.replicas:
+        chunks.extend(replica.chunks)
+        predicted.extend(replica.predicted)
+    lengths = [sequence.length for sequence in step.sequences]
     kinds = Counter(chunk_kind(chunk, step.sequences) for chunk in chunks)
-    shares = TimeShares.of(stage for replica in step.replicas for stage in replica.predicted)
+    shares = TimeShares.of(predicted)
     return StepSummary(
         index=step.index,
         num_sequences=len(step.sequences),
         num_tokens=step.num_tokens,
         num_targets=step.num_targets,
-        longest_tokens=max(sequence.length for sequence in step.sequences),
+        longest_tokens=max(lengths),
         num_chunks=len(chunks),
         num_batched=kinds["batched"],
         num_split=kinds["split"],
@@ -218,18 +226,22 @@ def step_summary(step: Step) -> StepSummary:
         bubble_fraction=shares.bubble_fraction,
         recompute_fraction=shares.recompute_fraction,
         peak_bytes=_peaks(step),
-        winners=tuple(_winner(replica) for replica in step.replicas),
+        winners=_winners(step),
     )
 
 
 def _peaks(step: Step) -> tuple[int, ...]:
     """Return the most that each stage of any replica holds."""
-    peaks = [[stage.peak_bytes for stage in replica.predicted] for replica in step.replicas]
+    peaks = []
+    for replica in step.replicas:
+        peaks.append([stage.peak_bytes for stage in replica.predicted])
     return tuple(max(of_stage) for of_stage in zip(*peaks, strict=True))
 
 
-def _winner(replica: Replica) -> str | None:
-    return None if replica.search is None else replica.search.winner
+def _winners(step: Step) -> tuple[str | None, ...]:
+    """Return what won the search of each replica, None where there was no search."""
+    searches = [replica.search for replica in step.replicas]
+    return tuple(None if search is None else search.winner for search in searches)
 
 
 def chunk_kind(chunk: Chunk, sequences: tuple[Sequence, ...]) -> ChunkKind:
@@ -256,12 +268,15 @@ def _header_view(header: Header) -> HeaderView:
 
 
 def _replica_view(step: Step, replica: Replica) -> ReplicaView:
+    num_chunks = len(replica.chunks)
+    chunks = [_chunk_view(step, replica, index) for index in range(num_chunks)]
     programs = [show_program(stage, program) for stage, program in enumerate(replica.programs)]
+    predicted = [PredictionView(**_fields(stage)) for stage in replica.predicted]
     return ReplicaView(
-        chunks=tuple(_chunk_view(step, replica, index) for index in range(len(replica.chunks))),
+        chunks=tuple(chunks),
         chains=tuple(chunk_chains(replica.chunks, step.sequences)),
         programs=tuple(programs),
-        predicted=tuple(PredictionView(**_fields(stage)) for stage in replica.predicted),
+        predicted=tuple(predicted),
         search=replica.search,
     )
 

@@ -79,11 +79,15 @@ def _samples_figure(profile: Profile) -> Any:
     """Return fitted over measured seconds of every sample, next to where both are equal."""
     figure = _figure("Fitted against measured", "measured, seconds", "fitted, seconds")
     for name, samples in _groups(profile).items():
+        measured_s = [sample.seconds for sample in samples]
+        fitted_s = [sample.fitted_s for sample in samples]
+        half_spreads_s = [sample.spread_s / 2 for sample in samples]
+        texts = [_describe(sample) for sample in samples]
         figure.add_scatter(
-            x=[sample.seconds for sample in samples],
-            y=[sample.fitted_s for sample in samples],
-            error_x={"array": [sample.spread_s / 2 for sample in samples], "thickness": 1},
-            text=[_describe(sample) for sample in samples],
+            x=measured_s,
+            y=fitted_s,
+            error_x={"array": half_spreads_s, "thickness": 1},
+            text=texts,
             mode="markers",
             name=name,
         )
@@ -97,13 +101,10 @@ def _samples_figure(profile: Profile) -> Any:
 def _errors_figure(profile: Profile) -> Any:
     figure = _figure("Error by size", "tokens of the chunk", "fitted / measured - 1")
     for name, samples in _groups(profile).items():
-        figure.add_scatter(
-            x=[_num_tokens(sample) for sample in samples],
-            y=[sample.fitted_s / sample.seconds - 1 for sample in samples],
-            text=[_describe(sample) for sample in samples],
-            mode="markers",
-            name=name,
-        )
+        sizes = [_num_tokens(sample) for sample in samples]
+        errors = [sample.fitted_s / sample.seconds - 1 for sample in samples]
+        texts = [_describe(sample) for sample in samples]
+        figure.add_scatter(x=sizes, y=errors, text=texts, mode="markers", name=name)
     return figure.update_yaxes(tickformat=".0%")
 
 

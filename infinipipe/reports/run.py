@@ -30,11 +30,13 @@ class _Peak(NamedTuple):
 def compare_run(run: Run, folder: Path) -> list[str]:
     """Return lines for a person: predicted, measured, and what to do about the difference."""
     peaks = [_peak(run, stage) for stage in range(len(run.steps[0].peak_bytes))]
+    stage_lines = [_line(f"stage {stage}", _show_peak(peak)) for stage, peak in enumerate(peaks)]
+    warnings = [f"warning: {text}" for text in _warnings(run, folder, peaks)]
     return [
         f"{folder}: {len(run.steps)} steps, predicted -> measured",
         _line("time", _show_time(run)),
-        *(_line(f"stage {stage}", _show_peak(peak)) for stage, peak in enumerate(peaks)),
-        *(f"warning: {text}" for text in _warnings(run, folder, peaks)),
+        *stage_lines,
+        *warnings,
     ]
 
 

@@ -72,11 +72,13 @@ def _start_workers(run: PreparedRun) -> None:
         # They would log the failure of a worker at length; `_collect` says it in one line.
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     with tempfile.TemporaryDirectory(prefix="infinipipe-") as scratch:
+        arguments = {rank: (run, rank, Path(scratch)) for rank in range(run.num_ranks)}
+        no_variables: dict[int, dict[str, str]] = {rank: {} for rank in range(run.num_ranks)}
         context = start_processes(
             name="infinipipe",
             entrypoint=_worker,
-            args={rank: (run, rank, Path(scratch)) for rank in range(run.num_ranks)},
-            envs={rank: {} for rank in range(run.num_ranks)},
+            args=arguments,
+            envs=no_variables,
             logs_specs=DefaultLogsSpecs(),
             start_method="spawn",
         )

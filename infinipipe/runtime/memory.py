@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CpuMemory(TorchDispatchMode):
-    """Counts the storages of all tensors made while it is active, and of those it was told of.
+    """Counts the storages of all tensors made while it is active, and of those given to it.
 
     What a kernel allocates inside itself and frees before it returns is not seen.
     """

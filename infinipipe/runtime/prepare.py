@@ -16,7 +16,7 @@ WEIGHTS = "model"
 """The folder of a run's weights in its output folder."""
 
 RUNNABLE = (OpKind.FORWARD, OpKind.BACKWARD)
-"""The kinds of op that the executor has a handler for; told here without importing it, because
+"""The kinds of op that the executor has a handler for; stated here without importing it, because
 transformers takes seconds to import."""
 
 

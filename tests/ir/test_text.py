@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Op, OpKind
-from infinipipe.ir.text import parse_op, show_kind, show_op, show_program, window
-from tests.plans import parse_program
+from infinipipe.ir.text import excerpt, marked, show_kind, show_op, show_program
+from tests.plans import parse_op, parse_program
 
 NUMBERS = st.integers(0, 10**18 - 1)
 OPS = st.builds(Op, st.sampled_from(OpKind), NUMBERS)
@@ -62,10 +62,18 @@ def test_kinds_have_their_article() -> None:
     assert [show_kind(kind) for kind in OpKind] == ["an F", "a B", "an I", "a W"]
 
 
-def test_window_marks_the_position() -> None:
-    program = parse_program(2, "2F0 2F1 2F2 2B2 2I1 2W1 2B0")
-    assert window(2, program, 3, radius=1) == "... 2F2 >>2B2<< 2I1 ..."
-    assert window(2, program, 0, radius=1) == ">>2F0<< 2F1 ..."
-    assert window(2, program, 6) == "... 2B2 2I1 2W1 >>2B0<<"
-    assert window(2, program, 7, radius=2) == "... 2W1 2B0 >>end<<"
-    assert window(2, (), 0) == ">>end<<"
+def test_an_excerpt_marks_the_position() -> None:
+    program = parse_program(2, "2F0 2F1 2F2 2B2 2I1 2W1 2B0 2F3 2B3")
+    assert excerpt(2, program, 4) == "... 2F1 2F2 2B2 >>2I1<< 2W1 2B0 2F3 ..."
+    assert excerpt(2, program, 0) == ">>2F0<< 2F1 2F2 2B2 ..."
+    assert excerpt(2, program, 8) == "... 2W1 2B0 2F3 >>2B3<<"
+    assert excerpt(2, program, 9) == "... 2B0 2F3 2B3 >>end<<"
+    assert excerpt(2, (), 0) == ">>end<<"
+
+
+def test_a_mark_has_as_many_words_around_it_as_wanted() -> None:
+    words = ["a", "b", "c", "d", "e"]
+    assert marked(words, 2, radius=1) == "... b >>c<< d ..."
+    assert marked(words, 0, radius=1) == ">>a<< b ..."
+    assert marked(words, 4, radius=2) == "... c d >>e<<"
+    assert marked(words, 2, radius=2) == "a b >>c<< d e"

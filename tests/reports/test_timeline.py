@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from infinipipe.cli import run_command
-from infinipipe.ir import Replica, open_plan, parse_op
+from infinipipe.ir import Replica, open_plan
 from infinipipe.reports.timeline import chrome_trace, schedule_csv
-from tests.plans import make_header, make_spans, make_step
+from tests.plans import make_header, make_spans, make_step, parse_op
 
 HEADER = make_header(num_stages=3, num_replicas=2)
 STEP = make_step(HEADER)

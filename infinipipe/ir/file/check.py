@@ -88,7 +88,10 @@ def verify_plan(
 
 
 def _num_slices(step: Step) -> int:
-    return sum(len(chunk.slices) for replica in step.replicas for chunk in replica.chunks)
+    num_slices = 0
+    for replica in step.replicas:
+        num_slices += sum(len(chunk.slices) for chunk in replica.chunks)
+    return num_slices
 
 
 def _ends_without_posting_ahead(step: Step) -> bool:

@@ -62,7 +62,7 @@ class _Pipeline:
     def __init__(self, programs: SequenceOf[SequenceOf[Op]], posted_ahead: int) -> None:
         num_stages = len(programs)
         self.posted_ahead = posted_ahead
-        self.directions = [[_DIRECTIONS[op.kind] for op in program] for program in programs]
+        self.directions = [_directions(program) for program in programs]
         self.begun = {
             _DOWN: _none_begun(num_stages),
             _UP: _none_begun(num_stages),
@@ -131,6 +131,10 @@ class _Pipeline:
         self.positions[stage] = position
         self.sending[stage] = sending
         return any_begun
+
+
+def _directions(program: SequenceOf[Op]) -> list[int]:
+    return [_DIRECTIONS[op.kind] for op in program]
 
 
 def _none_begun(num_stages: int) -> dict[int, int]:

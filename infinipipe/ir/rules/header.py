@@ -148,7 +148,8 @@ def check_header_numbers(header: Header) -> None:
 
 def check_sequence_parallel(header: Header) -> None:
     """The ranks that share a sequence share the heads evenly."""
-    model, ranks = header.model, header.sequence_parallel
+    model = header.model
+    ranks = header.sequence_parallel
     if model.num_heads % ranks or model.num_kv_heads % ranks:
         raise VerifyError(
             f"header: sequence_parallel is {ranks}; {model.num_heads} heads and "

@@ -14,14 +14,20 @@ from infinipipe.errors import VerifyError
 from infinipipe.ir.ops import COMPLETE, TRAITS, Direction, kinds_that_travel
 from infinipipe.ir.plan import Op, OpKind
 from infinipipe.ir.rules.replica import ReplicaCase
-from infinipipe.ir.text import show_kind, show_op, window
+from infinipipe.ir.text import excerpt, show_kind, show_op
 
 _DOWNSTREAM = kinds_that_travel(Direction.DOWN)
 _UPSTREAM = kinds_that_travel(Direction.UP)
 
-# Kinds of which every chunk has one, and what each complete set has beside them.
+# Kinds of which every chunk has one; below is what each complete set has beside them.
 _ALWAYS = set(OpKind).intersection(*COMPLETE)
-_ALTERNATIVES = [[kind for kind in kinds if kind not in _ALWAYS] for kinds in COMPLETE]
+
+
+def _beside_always(kinds: tuple[OpKind, ...]) -> list[OpKind]:
+    return [kind for kind in kinds if kind not in _ALWAYS]
+
+
+_ALTERNATIVES = [_beside_always(kinds) for kinds in COMPLETE]
 
 _Positions = dict[int, int]
 """Where in a program the op of a chunk stands."""
@@ -66,7 +72,7 @@ class ProgramCase:
 
     def _fault_of(self, op: Op, position: int, why: str) -> VerifyError:
         shown = show_op(self.stage, op)
-        around = window(self.stage, self.program, position)
+        around = excerpt(self.stage, self.program, position)
         return self.parent.fault(self.stage, f"op {shown} {why}: {around}")
 
 

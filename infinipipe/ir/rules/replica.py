@@ -17,7 +17,7 @@ from infinipipe.ir.ops import TRAITS, Direction, kinds_that_travel
 from infinipipe.ir.plan import Header, Op, OpKind, Replica, Step, chunk_chains
 from infinipipe.ir.rules.deadlock import Wait, find_deadlock
 from infinipipe.ir.rules.step import ROUNDING
-from infinipipe.ir.text import show_op, window
+from infinipipe.ir.text import excerpt, show_op
 
 # Far above what rounding does to a stage's busy and bubble, which are summed apart from the
 # makespan, and far below anything that a schedule could gain by.
@@ -64,7 +64,7 @@ class ReplicaCase:
                 last = position
         if last is None:
             return ""
-        return f": {window(stage, program, last)}"
+        return f": {excerpt(stage, program, last)}"
 
     def fault(self, stage: int, why: str) -> VerifyError:
         """Return the error of a stage."""
@@ -152,20 +152,20 @@ def _transfer_fault(case: ReplicaCase, stage: int, kinds: _Kinds) -> VerifyError
     next_stage = stage + 1
     program = case.replica.programs[stage]
     next_program = case.replica.programs[next_stage]
-    places = _places(program, kinds)
-    next_places = _places(next_program, kinds)
-    for here, there in zip(places, next_places, strict=True):
+    positions = _positions(program, kinds)
+    next_positions = _positions(next_program, kinds)
+    for here, there in zip(positions, next_positions, strict=True):
         if program[here].chunk != next_program[there].chunk:
             break
     op = show_op(stage, program[here])
     other = show_op(next_stage, next_program[there])
-    around = window(stage, program, here)
-    around_other = window(next_stage, next_program, there)
+    around = excerpt(stage, program, here)
+    around_other = excerpt(next_stage, next_program, there)
     why = f"op {op} meets {other} on stage {next_stage}: {around}; {around_other}"
     return case.fault(stage, why)
 
 
-def _places(program: _Program, kinds: _Kinds) -> list[int]:
+def _positions(program: _Program, kinds: _Kinds) -> list[int]:
     return [position for position, op in enumerate(program) if op.kind in kinds]
 
 
@@ -186,7 +186,7 @@ def _show_wait(case: ReplicaCase, wait: Wait) -> str:
     program = case.replica.programs[stage]
     op = show_op(stage, program[position])
     need = "post its receive" if wait.sending else "send"
-    around = window(stage, program, position)
+    around = excerpt(stage, program, position)
     return f"op {op} waits for stage {wait.neighbour} to {need}: {around}"
 
 

@@ -1,4 +1,7 @@
-"""Segments: where each slice stands in its chunk and in its sequence."""
+"""Segment: where a slice stands in its chunk and in its sequence.
+
+A chunk's table of them, with what attention needs besides, is `Segments` in `chunk_attention.py`.
+"""
 
 from __future__ import annotations
 
