@@ -126,6 +126,39 @@ class StageMemory:
         least: Floats = self.fixed_bytes + others + own_needs
         return least
 
+    def missing_bytes(self, limit: float) -> Floats:
+        """Return the bytes over a limit at each op of a program of F and B, if nothing is recomputed.
+
+        What the op needs besides while it runs, by its own chunk's count, is in
+        `transient_by_count`.
+        """
+        program = self.program
+        assert not program.has_input_weight, "F and B only"
+        backward = program.is_backward
+        kept = self.activation_bytes[program.chunks]
+        held = np.cumsum(np.where(backward, -kept, kept))
+        # While B runs, its chunk is still there.
+        own = np.where(backward, kept, 0.0)
+        needed = self.fixed_bytes + held + own
+        missing: Floats = needed - limit
+        return missing
+
+    def transient_by_count(self) -> Floats:
+        """Return (ops, layers + 1) what each F and B needs besides, by its chunk's count."""
+        chunks = self.program.chunks
+        backward = self.program.is_backward
+        counts = range(self.num_layers + 1)
+        transient = np.zeros((len(chunks), len(counts)))
+        # But for gradients of K and V, only recomputing all layers takes more.
+        in_forward = self.recompute_transient_bytes[chunks]
+        in_backward = self.freed_per_layer_bytes[chunks]
+        transient[:, -1] = np.where(backward, in_backward, in_forward)
+        brings_gradients = backward & (self.slot_gradient_bytes[chunks] > 0)
+        for op in np.flatnonzero(brings_gradients).tolist():
+            chunk = int(chunks[op])
+            transient[op] = [self.layers_transient(chunk, count) for count in counts]
+        return transient
+
     def layers_transient(self, chunk: int, recompute: int) -> float:
         """Return what a chunk's B or I needs above what is held; see `layers_transient_bytes`."""
         freed = float(self.freed_per_layer_bytes[chunk])

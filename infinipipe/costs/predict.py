@@ -71,7 +71,7 @@ def is_priced(header: Header, step: Step) -> bool:
     if not _has_input_weight(step.replicas):
         return True
     try:
-        return plan_costs(header).profile.prices_split
+        return plan_costs(header).profile.prices_input_weight
     except VerifyError:
         return False
 

@@ -227,7 +227,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     refinements: tuple[Refinement, ...]
 
     @property
-    def prices_split(self) -> bool:
+    def prices_input_weight(self) -> bool:
         """Whether I and W have seconds and bytes."""
         return (
             self.times.layer_input_backward is not None

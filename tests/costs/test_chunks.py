@@ -145,7 +145,7 @@ def test_seconds_of_every_kind_of_op() -> None:
 @pytest.mark.parametrize("lacking", ["layer_input_backward", "layer_split_per_token"])
 def test_i_and_w_have_a_price_only_with_seconds_and_bytes(lacking: str) -> None:
     profile = round_profile()
-    assert profile.prices_split
+    assert profile.prices_input_weight
     if lacking == "layer_split_per_token":
         sizes = msgspec.structs.replace(profile.bytes, layer_split_per_token=None)
         profile = msgspec.structs.replace(profile, bytes=sizes)
@@ -154,7 +154,7 @@ def test_i_and_w_have_a_price_only_with_seconds_and_bytes(lacking: str) -> None:
             profile.times, layer_input_backward=None, layer_weight_backward=None
         )
         profile = msgspec.structs.replace(profile, times=times)
-    assert not profile.prices_split
+    assert not profile.prices_input_weight
     costs = round_costs((FIRST, LAST), profile=profile)
     costed = costs.price((Chunk((Slice(0, 0, 8),)),), WHOLE_SEQUENCES[:1])
     assert costs.price_input_weight(costed) is None

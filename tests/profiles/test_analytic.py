@@ -205,8 +205,8 @@ def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "old.json").read_text())["times"].keys() == fields
     assert b"layer_split_per_token" not in pack_profile(old)
     assert read_profile(tmp_path / "old.json") == old
-    assert profile.prices_split
-    assert not old.prices_split
+    assert profile.prices_input_weight
+    assert not old.prices_input_weight
 
 
 def test_a_profile_from_before_all_reduce_was_measured_is_as_it_was(tmp_path: Path) -> None:

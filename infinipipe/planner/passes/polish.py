@@ -64,21 +64,11 @@ class Solved:
     """Makespan over the proved bound of this order, less 1; None without a bound."""
 
 
-def polish(
-    schedule: Schedule,
-    *,
-    most_iterations: int = _MOST_ITERATIONS,
-    most_nodes: int = _MOST_NODES,
-) -> tuple[Schedule, Solved | None]:
+def polish(schedule: Schedule) -> tuple[Schedule, Solved | None]:
     """Return the same chunks and programs with better recompute counts, or the schedule itself if
     none are found.
 
     Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
-
-    Args:
-        schedule: whose counts are chosen.
-        most_iterations: of HiGHS, of which none may suffice.
-        most_nodes: of SCIP.
     """
     if not schedule.recompute.any():
         return schedule, None
@@ -86,13 +76,13 @@ def polish(
     if integer_program is None:
         weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
         return _move_recompute(schedule, weights, 0.0), None
-    return _solve(schedule, integer_program, most_iterations, most_nodes)
+    return _solve(schedule, integer_program)
 
 
 def _solve(
-    schedule: Schedule, integer_program: IntegerProgram, most_iterations: int, most_nodes: int
+    schedule: Schedule, integer_program: IntegerProgram
 ) -> tuple[Schedule, Solved]:
-    relaxation = solve_relaxed(integer_program, most_iterations)
+    relaxation = solve_relaxed(integer_program)
     solver = "HiGHS"
     status = relaxation.status
     bound_s = relaxation.bound_s
@@ -110,7 +100,7 @@ def _solve(
             best = _faster(best, refitted)
     best = _move_recompute(best, weights, bound_s)
     if integer_program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
-        solution = solve_integers(integer_program, best, most_nodes)
+        solution = solve_integers(integer_program, best)
         solver = "SCIP"
         status = solution.status
         prices = _prices(best, weights)

@@ -48,6 +48,7 @@ def fit_recompute(
         (chunks,) counts, or, if there are none, the bytes that it would take.
     """
     num_chunks = len(memory.activation_bytes)
+    assert not memory.program.has_input_weight, "F and B only"
     if start is None:
         start = np.zeros(num_chunks, dtype=np.int64)
     most = limit - SPARE_BYTES

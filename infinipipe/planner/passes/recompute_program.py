@@ -289,8 +289,8 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
     each slope.
     """
     program = memory.program
-    missing = _missing_without_recompute(memory, limit)
-    transient = _transient_by_count(memory)
+    missing = memory.missing_bytes(limit)
+    transient = memory.transient_by_count()
     # After an F there is at least as much in flight. Where more is missing then, its own row adds
     # next to nothing.
     needed = missing + transient[:, 0]
@@ -318,39 +318,6 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
             largest = freed.max(initial=0.0)
             if least > 0 and largest > 0:
                 yield in_flight, freed / largest, least / largest
-
-
-def _missing_without_recompute(memory: StageMemory, limit: int) -> Floats:
-    """(ops,) bytes over the limit, without what depends on the op's own count."""
-    program = memory.program
-    backward = program.is_backward
-    kept = memory.activation_bytes[program.chunks]
-    change = np.where(backward, -kept, kept)
-    held = np.cumsum(change)
-    # While B runs, its chunk is still there.
-    own = np.where(backward, kept, 0.0)
-    needed = memory.fixed_bytes + held + own
-    missing: Floats = needed - limit
-    return missing
-
-
-def _transient_by_count(memory: StageMemory) -> Floats:
-    """(ops, layers + 1) what an op needs besides while it runs, by its chunk's count."""
-    chunks = memory.program.chunks
-    backward = memory.program.is_backward
-    counts = range(memory.num_layers + 1)
-    transient = np.zeros((len(chunks), len(counts)))
-    # But for gradients of K and V, only recomputing all layers takes more.
-    in_forward = memory.recompute_transient_bytes[chunks]
-    in_backward = memory.freed_per_layer_bytes[chunks]
-    all_layers = np.where(backward, in_backward, in_forward)
-    transient[:, -1] = all_layers
-    gradients = memory.slot_gradient_bytes[chunks]
-    brings_gradients = backward & (gradients > 0)
-    for op in np.flatnonzero(brings_gradients).tolist():
-        chunk = int(chunks[op])
-        transient[op] = [memory.layers_transient(chunk, count) for count in counts]
-    return transient
 
 
 def solve_relaxed(integer_program: IntegerProgram, most_iterations: int) -> Relaxation:

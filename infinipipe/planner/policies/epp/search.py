@@ -83,7 +83,7 @@ class Outcome:
 
     result: Result | None
     """None where it cannot beat the incumbent, so that nothing was ordered."""
-    makespan_s: float
+    at_least_s: float
     """Of the result, infinity for a shortage; without a result, what it cannot undercut."""
     effort: int
     """Chunks times stages that were ordered; 0 if the quick bound sufficed."""
@@ -116,7 +116,7 @@ class Trials:
 
     def try_out(self, candidate: Candidate) -> float:
         """Evaluate a candidate unless it was tried before, keep it if it is the best, and return
-        its makespan (`Outcome.makespan_s`)."""
+        its makespan (`Outcome.at_least_s`)."""
         if candidate not in self._outcomes:
             outcome = self._evaluator.evaluate(candidate, self.best)
             self._outcomes[candidate] = outcome
@@ -124,7 +124,7 @@ class Trials:
             if outcome.result is not None and is_better(outcome.result, self.best):
                 self.best = outcome.result
                 self.best_candidate = candidate
-        return self._outcomes[candidate].makespan_s
+        return self._outcomes[candidate].at_least_s
 
     def guess_parts(self) -> float:
         """Return where filling and draining takes twice as long as the overhead of chunks.
