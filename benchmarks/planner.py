@@ -39,12 +39,13 @@ from benchmarks.split_backward import split_backwards
 from benchmarks.tables import table
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Layout, Sequence, Step
+from infinipipe.planner import POLICIES
 from infinipipe.planner.batches import Batch
 from infinipipe.planner.compare import summarize
 from infinipipe.planner.compile import plan_step
 from infinipipe.planner.passes.partition import balanced_costs
 from infinipipe.planner.passes.schedule import Result, Schedule
-from infinipipe.planner.policies import POLICIES, Policy
+from infinipipe.planner.policies import Policy
 from infinipipe.planner.policies.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Pipeline, Problem

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from infinipipe.errors import InputError
-from infinipipe.ir import Header
-from infinipipe.ir.profile_summary import profile_origin
+from infinipipe.ir import Header, profile_origin
 
 METRICS = "metrics.jsonl"
 """Name of the file with a line for each step."""

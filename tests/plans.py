@@ -15,8 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from infinipipe.costs import PackedProgram, simulate
-from infinipipe.costs.predict import Span
+from infinipipe.costs import PackedProgram, Span, simulate
 from infinipipe.errors import InputError
 from infinipipe.ir import (
     FORMAT_VERSION,

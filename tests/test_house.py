@@ -14,9 +14,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "infinipipe"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 
-MANY_COMPREHENSIONS = frozenset({"costs", "planner"})
-"""Folders whose statements still hold several comprehensions: another change mends them."""
-
 
 def mapped_modules() -> set[str]:
     """Return the modules that the README's map names, as paths below the package."""
@@ -98,8 +95,6 @@ def is_number(node: ast.stmt) -> bool:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_statement_holds_two_comprehensions(path: Path) -> None:
     """Neither side by side, nor one in the other, nor one with two `for`."""
-    if path.relative_to(PACKAGE).parts[0] in MANY_COMPREHENSIONS:
-        return
     crowded = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.stmt):

@@ -21,7 +21,7 @@ from infinipipe.cli.console import (
 from infinipipe.errors import InputError
 
 if TYPE_CHECKING:
-    from infinipipe.costs.predict import Span
+    from infinipipe.costs import Span
     from infinipipe.dataset import Dataset
     from infinipipe.ir import PlanReader, Replica, Step
 
@@ -210,7 +210,7 @@ def _find_replica(reader: PlanReader, index: int, replica: int) -> Replica:
 
 
 def _spans(reader: PlanReader, step: Step) -> tuple[Span, ...]:
-    from infinipipe.costs.predict import step_spans
+    from infinipipe.costs import step_spans
     from infinipipe.ir.file.encoding import named_faults
 
     with named_faults(reader.path):

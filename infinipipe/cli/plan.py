@@ -132,8 +132,7 @@ def compile_(
     only "length".
     """
     from infinipipe.files import check_output
-    from infinipipe.planner.compile import compile_plan
-    from infinipipe.planner.options import CompileOptions
+    from infinipipe.planner import CompileOptions, compile_plan
     from infinipipe.profiles import read_profile
 
     options = CompileOptions(
@@ -203,8 +202,7 @@ def compare(
 
     Several choices of --stages and --memory make a grid.
     """
-    from infinipipe.planner.compare import compare_grid
-    from infinipipe.planner.options import CompileOptions
+    from infinipipe.planner import CompileOptions, compare_grid
     from infinipipe.profiles import read_profile
     from infinipipe.reports.compared import compare_rows, compare_tables
 
@@ -237,7 +235,7 @@ def _open_dataset(path: Path, profile: Profile, max_length: int | None) -> Datas
 
 
 def _split_policies(names: str | None) -> tuple[str, ...]:
-    from infinipipe.planner.policies import POLICIES
+    from infinipipe.planner import POLICIES
 
     if names is None:
         return tuple(POLICIES)

@@ -54,8 +54,7 @@ def run(
 
     Starts its own processes on this machine, or is one of them under torchrun.
     """
-    from infinipipe.runtime.launch import run_plan
-    from infinipipe.runtime.prepare import RunOptions
+    from infinipipe.runtime import RunOptions, run_plan
 
     options = RunOptions(
         plan=plan,

@@ -17,7 +17,7 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.times import curve_seconds, layer_seconds, line_values
 from infinipipe.ir import Chunk, Sequence, Stage
-from infinipipe.profiles.profile import LayerTime, Profile
+from infinipipe.profiles import LayerTime, Profile
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,13 @@ def chunk_sizes(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> C
         if slice_.start > 0:
             context[number] = slice_.start
             continued[number] = slice_.length
+    tokens = [chunk.num_tokens for chunk in chunks]
+    pairs = [chunk.num_pairs for chunk in chunks]
+    num_slices = [len(chunk.slices) for chunk in chunks]
     return ChunkSizes(
-        tokens=_ints([chunk.num_tokens for chunk in chunks]),
-        pairs=_ints([chunk.num_pairs for chunk in chunks]),
-        slices=_ints([len(chunk.slices) for chunk in chunks]),
+        tokens=_ints(tokens),
+        pairs=_ints(pairs),
+        slices=_ints(num_slices),
         context=_ints(context),
         continued=_ints(continued),
         whole=_ints(num_whole) > 0,

@@ -127,7 +127,7 @@ class StageMemory:
         return least
 
     def missing_bytes(self, limit: float) -> Floats:
-        """Return the bytes over a limit at each op of a program of F and B, if nothing is recomputed.
+        """Return the bytes over a limit at each op of a program of F and B without recompute.
 
         What the op needs besides while it runs, by its own chunk's count, is in
         `transient_by_count`.

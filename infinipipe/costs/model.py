@@ -21,7 +21,7 @@ from infinipipe.costs.rates import ChunkRates, make_rates
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
-from infinipipe.profiles.profile import Curve, Profile
+from infinipipe.profiles import Curve, Profile
 
 # Kernels index elements with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
@@ -130,8 +130,8 @@ class CostModel:
         """Return the seconds in which the replicas of a stage add up their gradients.
 
         In a ring of D ranks each sends 2 (D - 1) / D of the buffer in 2 (D - 1) messages. What was
-        measured among N ranks, those of the all-to-all, is taken to another number of them by that.
-        A tied weight is priced like the others, though both ends of the pipeline add it up together.
+        measured among N ranks, those of the all-to-all, is taken to another number by that. A tied
+        weight is priced like the others, though both ends of the pipeline add it up together.
         """
         ranks = self.layout.num_copies
         if ranks == 1:

@@ -16,8 +16,8 @@ from infinipipe.costs.model import CostModel
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.simulate import Timeline, simulate
 from infinipipe.errors import InfinipipeError, PlanFileError, VerifyError
-from infinipipe.ir import TRAITS, Header, Op, OpKind, Replica, StagePrediction, Step
-from infinipipe.ir.text import excerpt, show_op
+from infinipipe.ir import TRAITS, Header, Op, OpKind, Replica, StagePrediction, Step, show_op
+from infinipipe.ir.text import excerpt
 from infinipipe.profiles import Profile
 
 # Relative. Sums of many floats may differ in their last digits, by the version of numpy or by the

@@ -264,10 +264,13 @@ class _StageParts:
 
 
 def _stage_parts(stages: SequenceOf[Stage]) -> _StageParts:
+    layers = [stage.num_layers for stage in stages]
+    embedding = [stage.embedding for stage in stages]
+    head = [stage.head for stage in stages]
     return _StageParts(
-        layers=_column([stage.num_layers for stage in stages]),
-        embedding=_column([stage.embedding for stage in stages]),
-        head=_column([stage.head for stage in stages]),
+        layers=_column(layers),
+        embedding=_column(embedding),
+        head=_column(head),
     )
 
 

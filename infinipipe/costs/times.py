@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.profiles.profile import Curve, LayerTime, Line
+from infinipipe.profiles import Curve, LayerTime, Line
 
 
 def curve_seconds(curve: Curve, tokens: Ints) -> Floats:

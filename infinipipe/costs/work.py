@@ -8,7 +8,7 @@ import numpy as np
 
 from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.times import mean_slope
-from infinipipe.profiles.profile import Profile
+from infinipipe.profiles import Profile
 
 # A profile whose times do not rise with tokens would make slices endless. Far below what any device
 # takes for a token.

@@ -25,7 +25,9 @@ from infinipipe.ir.plan import (
     chunk_chains,
     loss_denominator,
 )
+from infinipipe.ir.profile_summary import profile_origin, profile_subject
 from infinipipe.ir.text import show_op, show_program
+from infinipipe.ir.time_shares import TimeShares
 from infinipipe.ir.verify import verify_header, verify_step
 
 __all__ = [
@@ -52,11 +54,14 @@ __all__ = [
     "Stage",
     "StagePrediction",
     "Step",
+    "TimeShares",
     "Totals",
     "Traits",
     "chunk_chains",
     "loss_denominator",
     "open_plan",
+    "profile_origin",
+    "profile_subject",
     "show_op",
     "show_program",
     "verify_header",

@@ -17,8 +17,7 @@ from infinipipe.ir import Model, Stage
 from infinipipe.measure.fit import Slices, fit_line
 from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory, Seconds
-from infinipipe.profiles.logits import logits_tokens
-from infinipipe.profiles.profile import Curve, Line
+from infinipipe.profiles import Curve, Line, logits_tokens
 from infinipipe.runtime.attention import KVStore, Segment, Segments, Slot, kernel_for
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.optimizer import make_optimizer

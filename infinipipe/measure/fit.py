@@ -11,9 +11,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.times import layer_seconds
+from infinipipe.costs import layer_seconds
 from infinipipe.highs import QuietHighs
-from infinipipe.profiles.profile import Curve, LayerTime, Line
+from infinipipe.profiles import Curve, LayerTime, Line
 
 Slices = tuple[tuple[int, int], ...]
 """A chunk's slices as (start, length); at most one has a context."""

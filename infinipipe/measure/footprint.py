@@ -14,7 +14,7 @@ from infinipipe.measure.bench import Bench
 from infinipipe.measure.fit import Slices
 from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory
-from infinipipe.profiles.profile import Bytes, Line
+from infinipipe.profiles import Bytes, Line
 from infinipipe.runtime.attention import KVStore
 from infinipipe.runtime.memory import CpuMemory, CudaMemory
 from infinipipe.runtime.optimizer import make_optimizer

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore
 
 from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
-from infinipipe.profiles.profile import Line
+from infinipipe.profiles import Line
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
 from infinipipe.runtime.transport import DistributedTransport

@@ -16,7 +16,7 @@ import transformers
 
 from infinipipe.errors import InputError
 from infinipipe.measure.survey import OutOfMemory
-from infinipipe.profiles.profile import Device
+from infinipipe.profiles import Device
 
 HOST_SHARE = 0.8
 """Of a device's memory, what training may use; a core has an equal part of its machine's.

@@ -29,14 +29,8 @@ from infinipipe.measure.machine import (
 )
 from infinipipe.measure.samples import fit_survey, make_samples, measure_accuracy
 from infinipipe.measure.survey import FULL, QUICK, Effort, OutOfMemory, Survey
-from infinipipe.profiles.profile import (
-    PROFILE_FORMAT_VERSION,
-    Bytes,
-    Curve,
-    Line,
-    Profile,
-    Times,
-)
+from infinipipe.profiles import Bytes, Curve, Line, Profile, Times
+from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION
 from infinipipe.runtime.memory import track_memory
 
 _MOST_RANKS = 8

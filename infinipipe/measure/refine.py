@@ -16,15 +16,8 @@ from infinipipe.aliases import Floats
 from infinipipe.errors import InputError
 from infinipipe.measure.fit import scale_curve, scale_layer_time
 from infinipipe.measure.samples import measure_accuracy
-from infinipipe.profiles.profile import (
-    Curve,
-    LayerTime,
-    Line,
-    Profile,
-    Refinement,
-    Times,
-    profile_sha256,
-)
+from infinipipe.profiles import Curve, LayerTime, Line, Profile, Times, profile_sha256
+from infinipipe.profiles.profile import Refinement
 from infinipipe.run_record import Run
 
 _NO_TIMES = ("all_to_all_ranks",)

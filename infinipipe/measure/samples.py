@@ -9,7 +9,8 @@ import numpy as np
 from infinipipe.aliases import Floats
 from infinipipe.measure.fit import Point, fit_layer_time, fit_recompute, fitted_seconds
 from infinipipe.measure.survey import Survey
-from infinipipe.profiles.profile import SAMPLE_OPS, Accuracy, LayerTime, Sample, SampleOp
+from infinipipe.profiles import LayerTime, Sample
+from infinipipe.profiles.profile import SAMPLE_OPS, Accuracy, SampleOp
 
 
 def fit_survey(survey: Survey) -> tuple[LayerTime, LayerTime, LayerTime]:

@@ -18,7 +18,8 @@ import numpy as np
 from infinipipe.aliases import Floats
 from infinipipe.measure.candidates import CANDIDATES, COARSE, NUM_KINDS, draw_chunks
 from infinipipe.measure.fit import Point, Slices, fit_layer_time, fitted_seconds
-from infinipipe.profiles.profile import SAMPLE_OPS, LayerTime, SampleOp
+from infinipipe.profiles import LayerTime
+from infinipipe.profiles.profile import SAMPLE_OPS, SampleOp
 
 Seconds = dict[SampleOp, float]
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -13,9 +14,7 @@ import msgspec
 from infinipipe.aliases import Progress
 from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
-from infinipipe.ir import Header, Step
-from infinipipe.ir.time_shares import TimeShares
-from infinipipe.ir.verify import verify_header, verify_step
+from infinipipe.ir import Header, StagePrediction, Step, TimeShares, verify_header, verify_step
 from infinipipe.planner.batches import Batches
 from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions, Request
@@ -175,11 +174,11 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
     step_s = sum(step.step_s for step in steps)
     # No schedule can beat the makespan's bound; what comes after the makespan is the same for all.
     bound_s = sum(step.bound_s + step.step_s - step.makespan_s for step in steps)
-    replicas = [replica for step in steps for replica in step.replicas]
-    shares = TimeShares.of(stage for replica in replicas for stage in replica.predicted)
+    replicas = list(chain.from_iterable(step.replicas for step in steps))
+    shares = TimeShares.of(chain.from_iterable(replica.predicted for replica in replicas))
     num_chunks = sum(len(replica.chunks) for replica in replicas)
-    peaks = [[stage.peak_bytes for stage in replica.predicted] for replica in replicas]
-    peaks_by_stage = zip(*peaks, strict=True)
+    by_stage = zip(*(replica.predicted for replica in replicas), strict=True)
+    peaks = [_highest_peak(predictions) for predictions in by_stage]
     return Row(
         policy=policy,
         step_seconds=step_s / count,
@@ -187,7 +186,11 @@ def summarize(policy: str, steps: SequenceOf[Step], plan_seconds: float) -> Row:
         ratio_to_bound=step_s / bound_s,
         bubble_fraction=shares.bubble_fraction or 0.0,
         recompute_fraction=shares.recompute_fraction or 0.0,
-        peak_bytes=tuple(map(max, peaks_by_stage)),
+        peak_bytes=tuple(peaks),
         num_chunks=num_chunks / count,
         plan_seconds=plan_seconds / count,
     )
+
+
+def _highest_peak(predictions: SequenceOf[StagePrediction]) -> int:
+    return max(prediction.peak_bytes for prediction in predictions)

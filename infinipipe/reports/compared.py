@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Group
 from rich.table import Table
 
-from infinipipe.planner.compare import Cell, InfeasibleRow, Row
+from infinipipe.planner import Cell, InfeasibleRow, Row
 from infinipipe.units import show_bytes
 
 _NUMBERS = ("s a step", "bound", "ratio", "bubble", "recompute", "peak", "chunks", "s to plan")

@@ -7,8 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from infinipipe.ir import Chunk, Header, PlanReader, Replica, StagePrediction, Step
-from infinipipe.ir.time_shares import TimeShares
+from infinipipe.ir import Chunk, Header, PlanReader, Replica, StagePrediction, Step, TimeShares
 from infinipipe.units import show_bytes, show_fraction
 
 

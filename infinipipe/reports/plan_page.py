@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from infinipipe.costs.predict import Span
+from infinipipe.costs import Span
 from infinipipe.ir import Chunk, Header, Replica, Slice, Step
 from infinipipe.reports.plan_view import chunk_kind, profile_device
 

@@ -19,13 +19,13 @@ from infinipipe.ir import (
     Sequence,
     StagePrediction,
     Step,
+    TimeShares,
     Totals,
     chunk_chains,
+    profile_origin,
     show_program,
 )
 from infinipipe.ir.file.encoding import Index
-from infinipipe.ir.profile_summary import profile_origin
-from infinipipe.ir.time_shares import TimeShares
 
 Document = dict[str, Any]
 ChunkKind = Literal["batched", "split", "hybrid"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from infinipipe.profiles import Profile
-from infinipipe.profiles.profile import SAMPLE_OPS, Sample, Times
+from infinipipe.profiles import Profile, Sample, Times
+from infinipipe.profiles.profile import SAMPLE_OPS
 from infinipipe.reports.profile_table import layer_times, sequence_seconds
 
 # The page loads nothing: plotly is in it, and draws images of its own.

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs.times import curve_seconds, layer_seconds
-from infinipipe.profiles import Profile
-from infinipipe.profiles.profile import Accuracy, LayerTime, Line, Refinement, Times
+from infinipipe.costs import curve_seconds, layer_seconds
+from infinipipe.profiles import LayerTime, Line, Profile, Times
+from infinipipe.profiles.profile import Accuracy, Refinement
 from infinipipe.units import show_bytes
 
 _LENGTHS = (64, 256, 1024, 4096, 16384)

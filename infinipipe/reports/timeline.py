@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
-from infinipipe.costs.predict import Span
+from infinipipe.costs import Span
 from infinipipe.ir import TRAITS, Direction, Header, Replica, Step, show_op
 from infinipipe.reports.plan_view import chunk_kind
 

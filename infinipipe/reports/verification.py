@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from infinipipe.aliases import Ints, Progress
-from infinipipe.costs.predict import check_predictions, is_priced
+from infinipipe.costs import check_predictions, is_priced
 from infinipipe.dataset import Dataset, check_same_dataset, open_dataset
 from infinipipe.errors import PlanFileError, VerifyError
 from infinipipe.ir import Header, PlanReader, Report, Step

@@ -11,10 +11,11 @@ import pytest
 
 from benchmarks.ablations import ABLATIONS
 from benchmarks.planner import BATCH_TUNED, I_AND_W, PLANNERS, cases, report, run
+from infinipipe.planner import POLICIES
 from infinipipe.planner.passes import schedule
 from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import Schedule
-from infinipipe.planner.policies import POLICIES, paper
+from infinipipe.planner.policies import paper
 from infinipipe.planner.policies.epp import plan_epp, search
 from infinipipe.planner.problem import Problem
 from tests.planner.toys import draw_lengths, toy_problem

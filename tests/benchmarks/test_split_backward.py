@@ -18,12 +18,19 @@ from hypothesis import strategies as st
 
 import infinipipe
 from benchmarks.split_backward import MemoryCursor, split_backwards
-from infinipipe.costs import PackedProgram
-from infinipipe.costs.predict import check_predictions
+from infinipipe.costs import PackedProgram, check_predictions
 from infinipipe.errors import InputError
-from infinipipe.ir import Header, Op, OpKind, Replica, Step, loss_denominator
-from infinipipe.ir.text import show_program
-from infinipipe.ir.verify import verify_header, verify_step
+from infinipipe.ir import (
+    Header,
+    Op,
+    OpKind,
+    Replica,
+    Step,
+    loss_denominator,
+    show_program,
+    verify_header,
+    verify_step,
+)
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.schedule import (
     Schedule,

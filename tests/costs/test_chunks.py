@@ -4,8 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinipipe.costs import ChunkSizes, PackedProgram
-from infinipipe.costs.times import curve_seconds, layer_seconds
+from infinipipe.costs import ChunkSizes, PackedProgram, curve_seconds, layer_seconds
 from infinipipe.ir import Chunk, Op, OpKind, Slice
 from infinipipe.profiles import logits_tokens
 from tests.costs.rounds import (

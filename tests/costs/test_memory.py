@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinipipe.aliases import Ints
-from infinipipe.costs.memory import StageMemory, layers_transient_bytes
+from infinipipe.costs import StageMemory
+from infinipipe.costs.memory import layers_transient_bytes
 from infinipipe.ir import Chunk, OpKind, Slice
 from infinipipe.planner.passes.schedule import order_memories, price_chains
 from tests.costs.rounds import (

@@ -9,13 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinipipe.costs import max_sequence_tokens
-from infinipipe.costs.predict import check_predictions
+from infinipipe.costs import check_predictions, max_sequence_tokens
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import VerifyError
 from infinipipe.ir import Stage, open_plan, verify_plan
-from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles import Line, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.costs.rounds import FIRST, LAST, round_costs, round_profile

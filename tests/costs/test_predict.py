@@ -10,12 +10,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from infinipipe.costs.predict import check_predictions, is_priced, step_spans
+from infinipipe.costs import check_predictions, is_priced, step_spans
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import PlanFileError, VerifyError
 from infinipipe.ir import Header, OpKind, StagePrediction, Step, open_plan, verify_plan
-from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles import Profile, pack_profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.plans import make_header, make_step, split_backwards

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from infinipipe.costs.times import curve_seconds, layer_seconds, line_values, mean_slope
+from infinipipe.costs import curve_seconds, layer_seconds
+from infinipipe.costs.times import line_values, mean_slope
 from infinipipe.ir import Chunk, Slice
 from infinipipe.profiles import Curve, LayerTime, Line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from infinipipe.ir.profile_summary import profile_origin, profile_subject
+from infinipipe.ir import profile_origin, profile_subject
 from infinipipe.profiles import pack_profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.plans import make_header

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinipipe.errors import InputError
-from infinipipe.ir import Op, OpKind
-from infinipipe.ir.text import excerpt, marked, show_kind, show_op, show_program
+from infinipipe.ir import Op, OpKind, show_op, show_program
+from infinipipe.ir.text import excerpt, marked, show_kind
 from tests.plans import parse_op, parse_program
 
 NUMBERS = st.integers(0, 10**18 - 1)

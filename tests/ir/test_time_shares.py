@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from infinipipe.ir import StagePrediction
-from infinipipe.ir.time_shares import TimeShares
+from infinipipe.ir import StagePrediction, TimeShares
 
 STAGES = (
     StagePrediction(busy_s=3.0, recompute_s=1.0, bubble_s=1.0, peak_bytes=1),

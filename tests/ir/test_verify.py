@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from infinipipe.costs.simulate import simulate
+from infinipipe.costs import simulate
 from infinipipe.errors import VerifyError
 from infinipipe.ir import (
     Chunk,

@@ -20,12 +20,12 @@ from infinipipe.costs.rates import SizeRates
 from infinipipe.errors import InfeasibleError
 from infinipipe.ir import Chunk, Layout, Op, OpKind, Sequence, Slice, chunk_chains
 from infinipipe.ir.rules.deadlock import find_deadlock
+from infinipipe.planner import POLICIES
 from infinipipe.planner.batches import Batch
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.bound.ends import Trip
 from infinipipe.planner.compile import plan_step
 from infinipipe.planner.passes.schedule import Schedule
-from infinipipe.planner.policies import POLICIES
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Problem
 from infinipipe.profiles import Curve, LayerTime, Line, Profile

@@ -30,12 +30,12 @@ from infinipipe.ir import (
     Step,
     open_plan,
     verify_plan,
+    verify_step,
 )
-from infinipipe.ir.verify import verify_step
+from infinipipe.planner import POLICIES, CompileOptions, compile_plan
 from infinipipe.planner.batches import Batches, steps_per_epoch
 from infinipipe.planner.compare import compare_policies
-from infinipipe.planner.compile import compile_plan, draw_batches
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner.compile import draw_batches
 from infinipipe.planner.passes.chunking import cut_chunks
 from infinipipe.planner.passes.order import windowed_order
 from infinipipe.planner.passes.packing import pack
@@ -48,7 +48,7 @@ from infinipipe.planner.passes.schedule import (
     order_memories,
     price_chains,
 )
-from infinipipe.planner.policies import POLICIES, paper
+from infinipipe.planner.policies import paper
 from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.baselines import plan_1f1b
 from infinipipe.planner.policies.epp import plan_epp

@@ -10,9 +10,9 @@ import pytest
 
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import InputError
-from infinipipe.planner.compare import InfeasibleRow, Row, compare_policies
+from infinipipe.planner import CompileOptions, InfeasibleRow, Row
+from infinipipe.planner.compare import compare_policies
 from infinipipe.planner.compile import draw_batches
-from infinipipe.planner.options import CompileOptions
 from tests.planner.toys import ROOMY, roomy_limits, toy_costs, toy_profile
 
 FIELDS = [

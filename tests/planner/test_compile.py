@@ -17,19 +17,9 @@ from hypothesis import strategies as st
 
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, InputError
-from infinipipe.ir import Header, Layout, Step
-from infinipipe.ir.file.check import verify_plan
-from infinipipe.ir.file.store import open_plan
-from infinipipe.ir.verify import verify_header, verify_step
-from infinipipe.planner.compile import (
-    compile_plan,
-    deal,
-    draw_batches,
-    make_header,
-    make_pipeline,
-    plan_steps,
-)
-from infinipipe.planner.options import CompileOptions
+from infinipipe.ir import Header, Layout, Step, open_plan, verify_header, verify_plan, verify_step
+from infinipipe.planner import CompileOptions, compile_plan
+from infinipipe.planner.compile import deal, draw_batches, make_header, make_pipeline, plan_steps
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.toys import (

@@ -11,9 +11,7 @@ import pytest
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import VerifyError
 from infinipipe.ir import Header, Step, open_plan, verify_step
-from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.options import CompileOptions
-from infinipipe.planner.policies import POLICIES
+from infinipipe.planner import POLICIES, CompileOptions, compile_plan
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.mutations import MUTATIONS, NEEDS_CHAINS, mutants

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infinipipe.ir import show_program
 from infinipipe.ir.rules.deadlock import find_deadlock
-from infinipipe.ir.text import show_program
 from infinipipe.planner.passes.chunking import Chunks
 from infinipipe.planner.passes.order import (
     adaptive_window,

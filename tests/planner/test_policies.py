@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.costs import StageMemory
-from infinipipe.ir import Layout, OpKind, Slice, chunk_chains
-from infinipipe.ir.text import show_program
+from infinipipe.ir import Layout, OpKind, Slice, chunk_chains, show_program
+from infinipipe.planner import POLICIES
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.passes.order import join_orders, overlap_orders, windowed_order
 from infinipipe.planner.passes.partition import balanced_costs
@@ -24,7 +24,7 @@ from infinipipe.planner.passes.schedule import (
     order_memories,
     price_chains,
 )
-from infinipipe.planner.policies import DEFAULT_POLICY, POLICIES, epp, paper
+from infinipipe.planner.policies import DEFAULT_POLICY, epp, paper
 from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.epp import SearchSpace, plan_alone, plan_epp, polish_result
 from infinipipe.planner.policies.epp.search import search_schedule

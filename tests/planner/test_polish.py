@@ -200,10 +200,12 @@ def test_the_papers_own_order_gains() -> None:
 @pytest.mark.parametrize("most_nodes", [0, 1])
 @pytest.mark.parametrize("parts", [12, 24])
 def test_solvers_cut_short_leave_a_valid_plan_and_say_so(
-    most_iterations: int, most_nodes: int, parts: int
+    most_iterations: int, most_nodes: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(polish_module, "_MOST_ITERATIONS", most_iterations)
+    monkeypatch.setattr(polish_module, "_MOST_NODES", most_nodes)
     schedule = swept([40, 30, 20, 20, 10], [3, 3, 3], parts, 0.1, "uniform")
-    found, solved = polish(schedule, most_iterations=most_iterations, most_nodes=most_nodes)
+    found, solved = polish(schedule)
     check(schedule, found, solved)
     assert solved is not None
     assert solved.solver == ("SCIP" if parts == 12 else "HiGHS")

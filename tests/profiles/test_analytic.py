@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from infinipipe.costs.times import curve_seconds
+from infinipipe.costs import curve_seconds
 from infinipipe.errors import InputError
 from infinipipe.ir import Model
 from infinipipe.measure.refine import scale_times

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinipipe.errors import InputError
-from infinipipe.profiles import PRESETS
-from infinipipe.profiles.models import model_from_config, read_model
+from infinipipe.profiles import PRESETS, read_model
+from infinipipe.profiles.models import model_from_config
 
 SMALL = {
     "num_hidden_layers": 2,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from infinipipe.costs.predict import Span
+from infinipipe.costs import Span
 from infinipipe.ir import Header, Step
 from infinipipe.reports import plan_page as page_module
 from infinipipe.reports.plan_page import plan_page

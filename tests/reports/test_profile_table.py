@@ -10,9 +10,9 @@ import pytest
 
 from infinipipe.cli import run_command
 from infinipipe.measure.samples import measure_accuracy
-from infinipipe.profiles import Profile, read_model, write_profile
+from infinipipe.profiles import Profile, Sample, read_model, write_profile
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION, Sample
+from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION
 from infinipipe.reports.profile_page import profile_page
 
 DOCS = (Path(__file__).parents[2] / "docs" / "profile-format.md").read_text()

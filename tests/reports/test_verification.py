@@ -16,11 +16,9 @@ from msgspec.structs import replace
 
 from infinipipe.cli import run_command
 from infinipipe.dataset import open_dataset
-from infinipipe.ir import Header, StagePrediction, Step, open_plan
-from infinipipe.ir.file.store import PlanWriter
+from infinipipe.ir import Header, PlanWriter, StagePrediction, Step, open_plan
 from infinipipe.ir.rules.slicing import check_coverage
-from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.plans import make_header, write_plan

@@ -28,9 +28,10 @@ from infinipipe.ir import (
     Step,
     chunk_chains,
     loss_denominator,
+    verify_step,
 )
-from infinipipe.ir.verify import verify_step
-from infinipipe.profiles.models import PRESETS, model_from_config
+from infinipipe.profiles import PRESETS
+from infinipipe.profiles.models import model_from_config
 from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel

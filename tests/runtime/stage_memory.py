@@ -10,7 +10,7 @@ from infinipipe.costs import CostModel, PackedProgram
 from infinipipe.ir import Model, Op, OpKind, Step, verify_step
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.footprint import Footprint
-from infinipipe.profiles.profile import Bytes, Profile
+from infinipipe.profiles import Bytes, Profile
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory, track_memory

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from infinipipe.ir import Step
+from infinipipe.profiles import Profile
 from infinipipe.profiles.analytic import analytic_profile
-from infinipipe.profiles.profile import Profile
 from infinipipe.runtime.memory import CpuMemory
 from tests.runtime.replay import CPU, MemoryDataset, hand_header, hand_step
 from tests.runtime.stage_memory import MODEL, gpipe, measure_bytes, predicted_and_measured

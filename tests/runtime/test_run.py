@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import InfinipipeError
 from infinipipe.ir import Header, Model, PlanWriter, Step, open_plan
-from infinipipe.planner.compile import compile_plan
-from infinipipe.planner.options import CompileOptions
+from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
 from infinipipe.runtime.optimizer import make_optimizer

@@ -43,7 +43,8 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs.rates import TINY, ChunkRates, SizeRanges, SizeRates
+from infinipipe.costs import ChunkRates
+from infinipipe.costs.rates import TINY, SizeRanges, SizeRates
 
 # Idle times that are tried, in smallest trips: from 1 to about 88 of them, in steps of 15 %.
 # Closer ones lose less between two, more of them reach further, and each costs time.

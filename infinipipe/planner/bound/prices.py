@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats
-from infinipipe.costs.rates import TINY, ChunkRates, SizeRates
+from infinipipe.costs import ChunkRates
+from infinipipe.costs.rates import TINY, SizeRates
 from infinipipe.planner.bound.ends import Charges, Ends
 from infinipipe.planner.bound.positions import Positions, make_positions
 

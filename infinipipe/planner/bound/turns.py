@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
-from infinipipe.costs.rates import ChunkRates
+from infinipipe.costs import ChunkRates
 from infinipipe.planner.bound.work import whole_recompute_layer_tokens
 
 # A quotient that is a whole number but for rounding is not rounded up to the next one.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats
-from infinipipe.costs.rates import ChunkRates
+from infinipipe.costs import ChunkRates
 
 
 def smallest_round_trip_seconds(rates: ChunkRates) -> Floats:

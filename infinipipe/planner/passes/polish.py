@@ -25,12 +25,8 @@ from infinipipe.planner.passes.recompute_program import (
 )
 from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
 
-# Iterations of HiGHS at most. It is no clock, so that plans are the same on every machine.
-_MOST_ITERATIONS = 20_000
-# Integers up to which SCIP is asked, and its nodes: mostly some hundredths of a second, half a
-# second at most.
+# Integers up to which SCIP is asked: mostly some hundredths of a second, half a second at most.
 _MOST_COUNTS = 60
-_MOST_NODES = 10
 # Chunks times stages that the local search simulates, give or take: so many tries as that allows,
 # within the two limits below. More tries find better counts and take longer.
 _EFFORT = 40_000
@@ -79,9 +75,7 @@ def polish(schedule: Schedule) -> tuple[Schedule, Solved | None]:
     return _solve(schedule, integer_program)
 
 
-def _solve(
-    schedule: Schedule, integer_program: IntegerProgram
-) -> tuple[Schedule, Solved]:
+def _solve(schedule: Schedule, integer_program: IntegerProgram) -> tuple[Schedule, Solved]:
     relaxation = solve_relaxed(integer_program)
     solver = "HiGHS"
     status = relaxation.status
@@ -262,10 +256,9 @@ def _critical(schedule: Schedule) -> Bools:
     ends_s = [end_s.tolist() for end_s in schedule.timeline.end_s]
     travels = [program.travels.tolist() for program in programs]
     chunks = [program.chunks.tolist() for program in programs]
-    places: dict[int, list[list[int]]] = {
-        Direction.DOWN: [program.forward_places.tolist() for program in programs],
-        Direction.UP: [program.backward_places.tolist() for program in programs],
-    }
+    forwards = [program.forward_places.tolist() for program in programs]
+    backwards = [program.backward_places.tolist() for program in programs]
+    places: dict[int, list[list[int]]] = {Direction.DOWN: forwards, Direction.UP: backwards}
     critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
     stage = max(range(num_stages), key=lambda s: ends_s[s][-1])
     place = len(ends_s[stage]) - 1

@@ -33,6 +33,10 @@ _UNITS = 1000.0
 # second, 0.3 s at most.
 _MOST_CELLS = 2500
 _MOST_ENTRIES = 50_000
+# Iterations of HiGHS at most, and nodes of SCIP. They are no clocks, so that plans are the same on
+# every machine.
+_MOST_ITERATIONS = 20_000
+_MOST_NODES = 10
 # Bytes per layer by which a slope has to be steeper than the one before to get a row of its own. A
 # smaller difference can come from the rounding of large floats, and a byte is of no account.
 _LEAST_BEND = 1.0
@@ -320,11 +324,11 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
                 yield in_flight, freed / largest, least / largest
 
 
-def solve_relaxed(integer_program: IntegerProgram, most_iterations: int) -> Relaxation:
+def solve_relaxed(integer_program: IntegerProgram) -> Relaxation:
     """Solve the linear program with HiGHS: one thread, limited by iterations, alike everywhere."""
     solver = QuietHighs()  # type: ignore[no-untyped-call]
     solver.setOptionValue("solver", "simplex")
-    solver.setOptionValue("simplex_iteration_limit", most_iterations)
+    solver.setOptionValue("simplex_iteration_limit", _MOST_ITERATIONS)
     solver.passModel(integer_program.linear_program)
     solver.run()
     ended = solver.getModelStatus()
@@ -349,9 +353,7 @@ def solve_relaxed(integer_program: IntegerProgram, most_iterations: int) -> Rela
     return Relaxation(status, makespan * integer_program.unit_s, counts, criticality)
 
 
-def solve_integers(
-    integer_program: IntegerProgram, start: Schedule, most_nodes: int
-) -> IntegerSolution:
+def solve_integers(integer_program: IntegerProgram, start: Schedule) -> IntegerSolution:
     """Let SCIP go on from a schedule of the same order."""
     from pyscipopt import Model, quicksum
 
@@ -359,7 +361,7 @@ def solve_integers(
     model.hideOutput()
     # Ctrl-C is for the command, and no answer may depend on it.
     model.setParam("misc/catchctrlc", False)
-    model.setParam("limits/nodes", most_nodes)
+    model.setParam("limits/nodes", _MOST_NODES)
     model.setParam("randomization/randomseedshift", 0)
     linear_program = integer_program.linear_program
     num_counts = integer_program.num_counts

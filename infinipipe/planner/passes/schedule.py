@@ -223,12 +223,15 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
 
 def make_replica(schedule: Schedule) -> Replica:
     """Turn a schedule into the IR."""
+    recompute = [tuple(row.tolist()) for row in schedule.recompute]
+    programs = [program.unpack() for program in schedule.programs]
     stages = range(len(schedule.memories))
+    predicted = [_predict_stage(schedule, stage) for stage in stages]
     return Replica(
         chunks=schedule.chains.ir_chunks,
-        recompute=tuple(tuple(row.tolist()) for row in schedule.recompute),
-        programs=tuple(program.unpack() for program in schedule.programs),
-        predicted=tuple(_predict_stage(schedule, stage) for stage in stages),
+        recompute=tuple(recompute),
+        programs=tuple(programs),
+        predicted=tuple(predicted),
         search=schedule.search,
     )
 
