@@ -199,7 +199,8 @@ class Footprint:
             tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
             # The count of steps is a tensor too, one for each parameter, and no part of its size.
             sized = [tensor for tensor in tensors if tensor is not None and tensor.ndim > 0]
-            num_bytes += sum(tensor.untyped_storage().nbytes() for tensor in sized)
+            # Not their storages': all gradients have one.
+            num_bytes += sum(tensor.nbytes for tensor in sized)
         return num_bytes // sum(parameter.numel() for parameter in parameters.values())
 
 

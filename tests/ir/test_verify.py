@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from infinipipe.costs import simulate
+from infinipipe.costs import PackedProgram, simulate
 from infinipipe.errors import VerifyError
 from infinipipe.ir import (
     Chunk,
@@ -752,8 +753,9 @@ def passes_or_names(step: Step, number: int) -> None:
         assert re.match(rf"step 2, replica {number}, stage \d: .*op \d[FBIW]\d", refused(step))
         return
     replica = step.replicas[number]
-    seconds = [[1.0] * len(program) for program in replica.programs]
-    timeline = simulate(replica.programs, seconds, [0.0] * len(replica.chunks))
+    programs = [PackedProgram.pack(program) for program in replica.programs]
+    seconds = [np.ones(len(program)) for program in replica.programs]
+    timeline = simulate(programs, seconds, np.zeros(len(replica.chunks)))
     ends = {}
     for stage, program in enumerate(replica.programs):
         for op, end in zip(program, timeline.end_s[stage], strict=True):
