@@ -151,7 +151,7 @@ def test_an_interrupt_is_no_traceback(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinipipe.planner.compile.compile_plan", interrupt)
+    monkeypatch.setattr("infinipipe.planner.compile_plan", interrupt)
     code, out, err = call("compile", "dataset.jsonl")
     assert (code, out) == (130, "")
     assert err.strip() == "plan.msgpack: interrupted; the same command with --resume goes on"
