@@ -178,14 +178,18 @@ class Bench:
         parameters = list(stage_model.global_parameters().values())
         groups = (parameters[: len(parameters) // 2], parameters)
         sizes = [_num_elements(group) for group in groups]
+        # Gradients stand in the order of their parameters.
+        buffers = [stage_model.gradients[:size] for size in sizes]
         with memory_errors():
-            steps = [self._optimizer_step(group) for group in groups]
+            steps = [self._optimizer_step(*each) for each in zip(groups, buffers, strict=True)]
             seconds = []
             for _ in range(repeats):
                 seconds.append([step() for step in steps])
         return fit_line(sizes, np.median(seconds, axis=0).tolist())
 
-    def _optimizer_step(self, parameters: list[nn.Parameter]) -> Callable[[], float]:
+    def _optimizer_step(
+        self, parameters: list[nn.Parameter], buffer: Tensor
+    ) -> Callable[[], float]:
         named = {str(index): parameter for index, parameter in enumerate(parameters)}
         optimizer = make_optimizer(named, lr=0.0)
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -195,11 +199,9 @@ class Bench:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
             # As a number, which waits for the device as clipping does.
             float(torch.stack(norms).square().sum())
-            for gradient in gradients:
-                gradient.mul_(0.5)
+            buffer.mul_(0.5)
             optimizer.step()
-            for gradient in gradients:
-                gradient.zero_()
+            buffer.zero_()
             return self._now() - started
 
         return step

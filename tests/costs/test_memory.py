@@ -14,6 +14,7 @@ from infinipipe.aliases import Ints
 from infinipipe.costs import StageMemory
 from infinipipe.costs.memory import layers_transient_bytes
 from infinipipe.ir import Chunk, OpKind, Slice
+from infinipipe.planner.passes.order import windowed_order
 from infinipipe.planner.passes.schedule import order_memories, price_chains
 from tests.costs.rounds import (
     FIRST,
@@ -256,3 +257,29 @@ def test_what_i_leaves_may_be_more_than_what_its_chunk_had_before() -> None:
             assert np.all(after <= during)
             inputs = memory.program.is_kind(OpKind.BACKWARD_INPUT)
             assert after[inputs] >= costs.static_bytes(stage) + 5000 * 8
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    st.integers(1, 10),
+    st.sampled_from([0, 1]),
+    st.integers(0, 3),
+)
+def test_what_is_missing_and_transient_by_count_is_what_the_ledger_says(
+    lengths: list[int], parts: int, stage: int, count: int
+) -> None:
+    """The programs of the solvers are written with these two."""
+    problem = toy_problem(lengths, [3, 3])
+    chains = price_chains(problem, cut(problem, parts)[0])
+    order = windowed_order(chains.chunks, 2, "adaptive", 2)
+    memory = order_memories(problem, chains, order)[stage]
+    recompute = np.full(chains.num_chunks, count)
+    limit = 1e6
+    freed = memory.freed_per_layer_bytes * count
+    signs = memory.program.activation_signs
+    freed_in_flight = np.cumsum(signs * freed[memory.program.chunks])
+    # B still holds what its own chunk kept.
+    own = np.where(memory.program.is_backward, freed[memory.program.chunks], 0.0)
+    expected = memory.during(recompute) - limit + freed_in_flight + own
+    actual = memory.missing_bytes(limit) + memory.transient_by_count()[:, count]
+    assert actual == pytest.approx(expected, abs=1e-3)

@@ -7,9 +7,9 @@ from infinipipe.runtime.attention.chunk_attention import (
 )
 from infinipipe.runtime.attention.kernels import (
     Attended,
+    AttentionGradients,
     BlockKernel,
     CpuKernel,
-    Gradients,
     Kernel,
     kernel_for,
 )
@@ -19,9 +19,9 @@ from infinipipe.runtime.attention.segments import Segment
 __all__ = [
     "ATTENTION_NAME",
     "Attended",
+    "AttentionGradients",
     "BlockKernel",
     "CpuKernel",
-    "Gradients",
     "KVStore",
     "Kernel",
     "Segment",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from infinipipe.runtime.attention.kernels import Attended, Gradients, Kernel
+from infinipipe.runtime.attention.kernels import Attended, AttentionGradients, Kernel
 from infinipipe.runtime.attention.kv_store import KVStore, Slot
 from infinipipe.runtime.attention.segments import Segment
 
@@ -42,7 +42,7 @@ class _Backward(NamedTuple):
     attended: Attended
     scale: float
 
-    def against(self, key: Tensor, value: Tensor, *, causal: bool) -> Gradients:
+    def against(self, key: Tensor, value: Tensor, *, causal: bool) -> AttentionGradients:
         """Return what some of the keys contribute to the gradients."""
         return self.kernel.backward(
             self.grad, self.query, key, value, self.attended, causal, self.scale
@@ -95,7 +95,7 @@ class _ChunkAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, out, lse, *key_and_value = ctx.saved_tensors
         segments = ctx.segments
-        gradients = Gradients(
+        gradients = AttentionGradients(
             query=torch.empty_like(query),
             key=query.new_empty(ctx.kv_shape),
             value=query.new_empty(ctx.kv_shape),
@@ -110,7 +110,7 @@ class _ChunkAttention(torch.autograd.Function):
                 attended=attended,
                 scale=ctx.scale,
             )
-            into = Gradients(
+            into = AttentionGradients(
                 query=gradients.query[:, :, rows],
                 key=gradients.key[:, :, rows],
                 value=gradients.value[:, :, rows],
@@ -151,14 +151,18 @@ def _share(part: Attended, lse: Tensor) -> Tensor:
     return share[..., None].to(part.out.dtype)
 
 
-def _backward_of_whole(backward: _Backward, key: Tensor, value: Tensor, into: Gradients) -> None:
+def _backward_of_whole(
+    backward: _Backward, key: Tensor, value: Tensor, into: AttentionGradients
+) -> None:
     own = backward.against(key, value, causal=True)
     into.query.copy_(own.query)
     into.key.copy_(own.key)
     into.value.copy_(own.value)
 
 
-def _backward_of_split(backward: _Backward, segment: Segment, slot: Slot, into: Gradients) -> None:
+def _backward_of_split(
+    backward: _Backward, segment: Segment, slot: Slot, into: AttentionGradients
+) -> None:
     """Write a slice's gradients, and leave in the slot what it asks of the tokens before it."""
     key_gradient, value_gradient = slot.gradients
     span = segment.span

@@ -24,7 +24,7 @@ class Attended(NamedTuple):
     """The log of the sum of the exponentials of all scores, (1, heads, tokens) float32."""
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     """Of the three inputs of attention, each with its shape."""
 
     query: Tensor
@@ -49,7 +49,7 @@ class Kernel(Protocol):
         attended: Attended,
         causal: bool,
         scale: float,
-    ) -> Gradients:
+    ) -> AttentionGradients:
         """Return what these keys contribute to the gradients, for a gradient of the output.
 
         `attended` may be over more keys than these: with the output and the log-sum-exp of all of
@@ -77,12 +77,12 @@ class CpuKernel:
         attended: Attended,
         causal: bool,
         scale: float,
-    ) -> Gradients:
+    ) -> AttentionGradients:
         """See `Kernel`."""
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         out, lse = attended
         gradients = op(grad, query, key, value, out, lse, _NO_DROPOUT, causal, scale=scale)
-        return Gradients(*gradients)
+        return AttentionGradients(*gradients)
 
 
 class BlockKernel:
@@ -120,7 +120,7 @@ class BlockKernel:
         attended: Attended,
         causal: bool,
         scale: float,
-    ) -> Gradients:
+    ) -> AttentionGradients:
         """See `Kernel`."""
         kv_heads = key.shape[1]
         key = _repeat_heads(key, query)
@@ -142,7 +142,7 @@ class BlockKernel:
             grad_products = grad_scores.mul_(scale).to(query.dtype)
             grad_query[:, :, rows] = grad_products @ key
             grad_key += grad_products.transpose(-1, -2) @ query[:, :, rows]
-        return Gradients(
+        return AttentionGradients(
             grad_query, _sum_heads(grad_key, kv_heads), _sum_heads(grad_value, kv_heads)
         )
 
