@@ -107,7 +107,8 @@ class CostedChunks:
     recompute_s: Floats
     """(C,) added to B for each recomputed layer."""
     transfer_s: Floats
-    """(C,) one activation (or its gradient) between neighbours."""
+    """(edges, C) one activation down from stage e to the next one, or its gradient up: a row for
+    each pair of neighbours, P - 1 of them."""
     activation_bytes: Floats
     """Kept from F to B, with no recompute."""
     freed_per_layer_bytes: Floats
@@ -198,7 +199,7 @@ def price_chunks(
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=_layer_seconds(times.layer_recompute, sizes),
-        transfer_s=line_values(times.transfer_s, boundary),
+        transfer_s=_transfer_seconds(profile, len(stages), boundary),
         activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
         boundary_bytes=boundary,
@@ -283,6 +284,12 @@ def _layer_seconds(time: LayerTime, sizes: ChunkSizes) -> Floats:
 def _boundary_bytes(profile: Profile, tokens: Ints) -> Floats:
     per_token = profile.bytes.activation_per_token
     return np.multiply(tokens, per_token, dtype=np.float64)
+
+
+def _transfer_seconds(profile: Profile, num_stages: int, boundary: Floats) -> Floats:
+    """(edges, C) seconds of one transfer between each two neighbours."""
+    seconds = line_values(profile.times.transfer_s, boundary)
+    return np.tile(seconds, (num_stages - 1, 1))
 
 
 def _layer_bytes(profile: Profile, sizes: ChunkSizes) -> Floats:

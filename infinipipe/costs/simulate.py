@@ -54,7 +54,8 @@ def simulate(
     Args:
         programs: one per stage.
         seconds: (ops,) for each stage, how long its ops take.
-        transfer_s: (chunks,) how long a chunk's activation, or its gradient, travels.
+        transfer_s: (edges, chunks) how long a chunk's activation travels from stage e to the next,
+            or its gradient back; edges are pairs of neighbours, one less than stages.
     """
     stages: list[StageReplay] = []
     ends = connect(programs, transfer_s)
@@ -188,18 +189,21 @@ class StageReplay:
 def connect(
     programs: SequenceOf[PackedProgram], transfer_s: Floats
 ) -> list[tuple[Channels, Channels]]:
-    """Join stages by channels; return every stage's inputs and outputs."""
-    durations: list[float] = transfer_s.tolist()
+    """Join stages by channels; return every stage's inputs and outputs.
+
+    `transfer_s` is that of `simulate`.
+    """
+    durations: list[list[float]] = transfer_s.tolist()
     # Nothing comes from before the first stage, and nothing goes beyond the last one.
     down: list[_OptionalChannel] = [None]
-    for program in programs[:-1]:
+    for program, edge_s in zip(programs[:-1], durations, strict=True):
         order = program.forward_chunks.tolist()
-        down.append(Channel(order, durations))
+        down.append(Channel(order, edge_s))
     down.append(None)
     up: list[_OptionalChannel] = [None]
-    for program in programs[1:]:
+    for program, edge_s in zip(programs[1:], durations, strict=True):
         order = program.backward_chunks.tolist()
-        up.append(Channel(order, durations))
+        up.append(Channel(order, edge_s))
     up.append(None)
     # down[s] leads to stage s from the one before, and up[s] leads back from stage s to that one.
     ends = []

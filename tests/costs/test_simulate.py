@@ -21,7 +21,7 @@ from tests.plans import parse_program, split_some
 def simulate(
     programs: SequenceOf[SequenceOf[Op]],
     seconds: SequenceOf[SequenceOf[float]],
-    transfer_s: SequenceOf[float],
+    transfer_s: SequenceOf[SequenceOf[float]],
 ) -> Timeline:
     """Simulate programs of the IR."""
     packed = [PackedProgram.pack(program) for program in programs]
@@ -36,7 +36,7 @@ def test_1f1b_takes_the_textbook_time(num_stages: int, num_chunks: int) -> None:
     seconds = [
         [1.0 if op.kind == OpKind.FORWARD else 2.0 for op in program] for program in programs
     ]
-    timeline = simulate(programs, seconds, [0.0] * num_chunks)
+    timeline = simulate(programs, seconds, [[0.0] * num_chunks] * (num_stages - 1))
     assert timeline.makespan_s == 3 * (num_chunks + num_stages - 1)
     assert [timeline.busy_s(stage) for stage in range(num_stages)] == [3 * num_chunks] * num_stages
 
@@ -49,7 +49,7 @@ def test_transfers_and_blocked_sends_by_hand() -> None:
         parse_program(1, "1F0 1B0 1F1 1B1 1F2 1B2"),
     ]
     seconds = [[1.0] * 6, [2.0, 4.0] * 3]
-    timeline = simulate(programs, seconds, [5.0] * 3)
+    timeline = simulate(programs, seconds, [[5.0] * 3])
     assert timeline.start_s[1][:3].tolist() == [6.0, 8.0, 12.0]
     # F2 is handed over when F1 has arrived, at 11; B0's gradient is there at 17.
     assert timeline.start_s[0][:4].tolist() == [0.0, 1.0, 6.0, 17.0]
@@ -57,7 +57,7 @@ def test_transfers_and_blocked_sends_by_hand() -> None:
 
 def test_weight_gradients_travel_nowhere() -> None:
     programs = [parse_program(0, "0F0 0I0 0W0"), parse_program(1, "1F0 1I0 1W0")]
-    timeline = simulate(programs, [[1.0] * 3] * 2, [0.5])
+    timeline = simulate(programs, [[1.0] * 3] * 2, [[0.5]])
     assert timeline.start_s[0].tolist() == [0.0, 4.0, 5.0]
     assert timeline.start_s[1].tolist() == [1.5, 2.5, 3.5]
 
@@ -65,7 +65,7 @@ def test_weight_gradients_travel_nowhere() -> None:
 def test_a_deadlock_is_our_fault() -> None:
     programs = [parse_program(0, "0B0 0F0"), parse_program(1, "1F0 1B0")]
     with pytest.raises(AssertionError, match="deadlock"):
-        simulate(programs, [[1.0] * 2] * 2, [0.0])
+        simulate(programs, [[1.0] * 2] * 2, [[0.0]])
 
 
 PLANS = st.tuples(
@@ -90,7 +90,7 @@ def test_equals_the_longest_path(
     seconds = [
         generator.integers(1, 9, len(program)).astype(float).tolist() for program in programs
     ]
-    transfer_s = generator.integers(0, 6, sum(chains)).astype(float).tolist()
+    transfer_s = generator.integers(0, 6, (num_stages - 1, sum(chains))).astype(float).tolist()
     timeline = simulate(programs, seconds, transfer_s)
     expected = longest_path(programs, seconds, transfer_s)
     for stage in range(num_stages):
@@ -99,7 +99,7 @@ def test_equals_the_longest_path(
 
 
 def longest_path(
-    programs: list[tuple[Op, ...]], seconds: list[list[float]], transfer_s: list[float]
+    programs: list[tuple[Op, ...]], seconds: list[list[float]], transfer_s: list[list[float]]
 ) -> Timeline:
     """Lay the simulator's rules out as a graph of events; find the earliest time of each."""
     graph = networkx.DiGraph()
@@ -110,7 +110,8 @@ def longest_path(
         for direction in (1, -1):
             if 0 <= stage + direction <= last:
                 chunks = [op.chunk for op in program if TRAITS[op.kind].travels == direction]
-                add_channel(graph, stage, direction, chunks, transfer_s)
+                edge = min(stage, stage + direction)
+                add_channel(graph, stage, direction, chunks, transfer_s[edge])
     earliest: dict[object, float] = {}
     for node in networkx.topological_sort(graph):
         before = graph.in_edges(node, data="seconds")

@@ -272,7 +272,8 @@ def _critical(schedule: Schedule) -> Bools:
             # The op of the same kind and chunk on the stage before in that direction.
             sent = places[direction][sender][chunk]
             sent_s = ends_s[sender][sent]
-            arrival_s = sent_s + transfer_s[chunk]
+            edge = min(sender, stage)
+            arrival_s = sent_s + transfer_s[edge][chunk]
             if place == 0 or arrival_s > ends_s[stage][place - 1]:
                 stage = sender
                 place = sent

@@ -242,7 +242,7 @@ def _before_costs(
 def _precedence(schedule: Schedule) -> _Precedence:
     transfer_s = schedule.chains.costs.transfer_s
     num_stages = len(schedule.memories)
-    num_chunks = len(transfer_s)
+    num_chunks = schedule.chains.num_chunks
     num_ops = 2 * num_chunks
     end = num_stages * num_ops
     # Every op waits for the one before it on its stage, and the end for the last one of each.
@@ -263,13 +263,13 @@ def _precedence(schedule: Schedule) -> _Precedence:
     for visited in (down, up):
         before.append(visited[:-num_chunks])
         after.append(visited[num_chunks:])
-    num_hops = 2 * (num_stages - 1)
     no_transfer = np.zeros(len(every_op))
-    transfers = np.tile(transfer_s, num_hops)
+    # Down over every edge, and up again from the last one.
+    transfers = np.concatenate([transfer_s, transfer_s[::-1]])
     return _Precedence(
         before=np.concatenate(before),
         after=np.concatenate(after),
-        transfer_s=np.append(no_transfer, transfers),
+        transfer_s=np.append(no_transfer, transfers.ravel()),
     )
 
 

@@ -191,8 +191,8 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
     last = int(backward_order(chains.chunks)[-1])
     forward_s = costs.forward_s[:-1, first]
     backward_s = costs.backward_s[:-1, last]
-    down_s = np.cumsum(forward_s + costs.transfer_s[first])
-    up_s = np.cumsum(backward_s + costs.transfer_s[last])
+    down_s = np.cumsum(forward_s + costs.transfer_s[:, first])
+    up_s = np.cumsum(backward_s + costs.transfer_s[:, last])
     work_s = costs.work_s
     if recompute is not None:
         work_s = work_s + recompute @ costs.recompute_s
