@@ -81,7 +81,7 @@ def make_header(
     model = changes.pop("model", None) or make_model()
     bounds = [-(-model.num_layers * s // num_stages) for s in range(num_stages + 1)]
     profile = msgspec.msgpack.encode(
-        {"format_version": 1, "source": "analytic", "model": model, "dtype": "float32"}
+        {"format_version": 2, "source": "analytic", "model": model, "dtype": "float32"}
     )
     header = Header(
         format_version=FORMAT_VERSION,
@@ -95,6 +95,7 @@ def make_header(
         ),
         num_replicas=num_replicas,
         sequence_parallel=1,
+        devices_per_node=8,
         memory_limit_bytes=(10**9,) * num_stages,
         batch_size=8,
         num_steps=num_steps,
@@ -276,7 +277,8 @@ def make_spans(step: Step) -> tuple[Span, ...]:
     for number, replica in enumerate(step.replicas):
         durations = [np.array([seconds[op.kind] for op in program]) for program in replica.programs]
         programs = [PackedProgram.pack(program) for program in replica.programs]
-        timeline = simulate(programs, durations, np.zeros(len(replica.chunks)))
+        at_once = np.zeros((len(programs) - 1, len(replica.chunks)))
+        timeline = simulate(programs, durations, at_once)
         for stage, program in enumerate(replica.programs):
             spans += [
                 Span(

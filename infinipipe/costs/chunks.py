@@ -17,7 +17,7 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.times import curve_seconds, layer_seconds, line_values
 from infinipipe.ir import Chunk, Sequence, Stage
-from infinipipe.profiles import LayerTime, Profile
+from infinipipe.profiles import LayerTime, Line, Profile
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,22 @@ class _StageColumns:
 
 
 def price_chunks(
-    profile: Profile, stages: SequenceOf[Stage], sizes: ChunkSizes, logits_tokens: int
+    profile: Profile,
+    stages: SequenceOf[Stage],
+    edges: SequenceOf[Line],
+    sizes: ChunkSizes,
+    logits_tokens: int,
 ) -> CostedChunks:
-    """Price chunks on every stage."""
+    """Price chunks on every stage.
+
+    Args:
+        profile: as a rank sees it.
+        stages: of the layout.
+        edges: seconds per byte from each stage to the next.
+        sizes: of the chunks.
+        logits_tokens: at most so many tokens' logits are there at a time, on all ranks that share
+            the chunk.
+    """
     times = profile.times
     tokens = sizes.tokens
     columns = _StageColumns(stages)
@@ -199,7 +212,7 @@ def price_chunks(
         forward_s=forward_s,
         backward_s=backward_s,
         recompute_s=_layer_seconds(times.layer_recompute, sizes),
-        transfer_s=_transfer_seconds(profile, len(stages), boundary),
+        transfer_s=_transfer_seconds(edges, boundary),
         activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
         boundary_bytes=boundary,
@@ -286,10 +299,11 @@ def _boundary_bytes(profile: Profile, tokens: Ints) -> Floats:
     return np.multiply(tokens, per_token, dtype=np.float64)
 
 
-def _transfer_seconds(profile: Profile, num_stages: int, boundary: Floats) -> Floats:
+def _transfer_seconds(edges: SequenceOf[Line], boundary: Floats) -> Floats:
     """(edges, C) seconds of one transfer between each two neighbours."""
-    seconds = line_values(profile.times.transfer_s, boundary)
-    return np.tile(seconds, (num_stages - 1, 1))
+    seconds = [line_values(edge, boundary) for edge in edges]
+    # A single stage has no edge.
+    return np.array(seconds, dtype=np.float64).reshape(len(edges), len(boundary))
 
 
 def _layer_bytes(profile: Profile, sizes: ChunkSizes) -> Floats:

@@ -23,11 +23,11 @@ class StageBytes:
     """What a stage holds whatever its program is, and what its slots take."""
 
     stage: Stage
-    static_bytes: int
+    static_bytes: float
     """Between steps."""
-    kv_per_token: int
+    kv_per_token: float
     """K and V of one layer in a slot, per token of the sequence."""
-    kv_gradients_per_token: int
+    kv_gradients_per_token: float
     """Their gradients."""
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,13 +18,22 @@ from infinipipe.costs.chunks import (
     price_chunks,
     price_input_weight,
 )
+from infinipipe.costs.links import (
+    all_gather_line,
+    copies_group,
+    edge_lines,
+    fastest_edge,
+    reduce_scatter_line,
+    tied_pair,
+)
 from infinipipe.costs.memory import StageBytes, StageMemory, stage_memory
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.rates import ChunkRates, make_rates
+from infinipipe.costs.sharded import ELEMENT_BYTES, sharded_profile
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
-from infinipipe.profiles import Curve, Profile
+from infinipipe.profiles import Curve, Line, Profile
 
 # Kernels index elements with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
@@ -52,23 +64,45 @@ class CostModel:
 
     def with_stages(self, stages: SequenceOf[Stage]) -> CostModel:
         """Return the costs of other stages of the same layout."""
-        return CostModel(self.profile, self.layout, stages, self.logits_tokens)
+        assert self.layout.num_stages == len(stages), "the layout says how many stages there are"
+        # A copy keeps what is known of the layout already.
+        other = copy(self)
+        other.stages = tuple(stages)
+        return other
 
     @property
     def model(self) -> Model:
         """The model's shape."""
         return self.profile.model
 
+    @cached_property
+    def rank_profile(self) -> Profile:
+        """The profile as one rank sees it of those that share a stage's sequences."""
+        return sharded_profile(self.profile, self.layout)
+
+    @cached_property
+    def _edges(self) -> tuple[Line, ...]:
+        return edge_lines(self.profile.times, self.layout)
+
     # Chunks and programs
 
     def price(self, chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> CostedChunks:
         """Price chunks of a step's sequences on every stage."""
         sizes = chunk_sizes(chunks, sequences)
-        return price_chunks(self.profile, self.stages, sizes, self.logits_tokens)
+        # All ranks wait for the one that has most of a chunk's tokens.
+        num_ranks = self.layout.sequence_parallel
+        tokens = -(-sizes.tokens // num_ranks) * num_ranks
+        return price_chunks(
+            self.rank_profile,
+            self.stages,
+            self._edges,
+            replace(sizes, tokens=tokens),
+            self.logits_tokens * num_ranks,
+        )
 
     def price_input_weight(self, costed: CostedChunks) -> InputWeightCosts | None:
         """Price I and W of the same chunks; None if the profile does not."""
-        return price_input_weight(self.profile, self.stages, costed.sizes)
+        return price_input_weight(self.rank_profile, self.stages, costed.sizes)
 
     def op_seconds(
         self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Ints
@@ -99,7 +133,7 @@ class CostModel:
     def memory(self, stage_index: int, costed: CostedChunks, program: PackedProgram) -> StageMemory:
         """Return the ledger of one stage's bytes over a program."""
         parts = self.price_input_weight(costed) if program.has_input_weight else None
-        per = self.profile.bytes
+        per = self.rank_profile.bytes
         held = StageBytes(
             stage=self.stages[stage_index],
             static_bytes=self.static_bytes(stage_index),
@@ -111,44 +145,63 @@ class CostModel:
     # Between steps
 
     def static_bytes(self, stage_index: int) -> int:
-        """Return the bytes a stage holds between steps: parameters, gradients, optimizer state."""
-        per_parameter = self.profile.bytes.static_per_parameter
-        return per_parameter * self._parameters(stage_index)
+        """Return the bytes a rank of a stage holds between steps.
+
+        These are parameters, gradients and, of the optimizer's state, a part as large as that of
+        each other rank that holds the stage.
+        """
+        num_parameters = self._parameters(stage_index)
+        return math.ceil(self._static_per_parameter * num_parameters)
 
     @property
     def static_bytes_per_layer(self) -> int:
         """What each layer of a stage adds to its static bytes."""
-        return self.profile.bytes.static_per_parameter * self.model.layer_parameters
+        return math.ceil(self._static_per_parameter * self.model.layer_parameters)
+
+    @property
+    def _static_per_parameter(self) -> float:
+        per = self.profile.bytes
+        sharded = per.sharded_per_parameter / self.layout.num_copies
+        return per.static_per_parameter + sharded
 
     def optimizer_s(self, stage_index: int) -> float:
-        """Return the seconds of the optimizer's step on a stage."""
+        """Return the seconds of the optimizer's step on a stage.
+
+        Each rank that holds the stage updates its part of the parameters.
+        """
         line = self.profile.times.optimizer_s
-        rising_s = line.rate * self._parameters(stage_index)
+        num_parameters = self._parameters(stage_index) / self.layout.num_copies
+        rising_s = line.rate * num_parameters
         return line.constant + rising_s
 
     def gradient_sync_s(self, stage_index: int) -> float:
-        """Return the seconds in which the replicas of a stage add up their gradients.
+        """Return the seconds in which the ranks that hold a stage come to equal parameters again.
 
-        In a ring of D ranks each sends 2 (D - 1) / D of the buffer in 2 (D - 1) messages. What was
-        measured among N ranks, those of the all-to-all, is taken to another number by that. A tied
-        weight is priced like the others, though both ends of the pipeline add it up together.
+        Gradients are added up, of which each rank gets its part, and when it has updated its part
+        of the parameters it hands them out. Before that the two copies of a tied weight add up
+        their gradients.
         """
-        ranks = self.layout.num_copies
-        if ranks == 1:
-            return 0.0
-        num_bytes = _GRADIENT_BYTES * self._parameters(stage_index)
         times = self.profile.times
-        measured_ranks = times.all_to_all_ranks
-        if times.all_reduce_s is None or measured_ranks <= 1:
-            # Only neighbours were measured: a ring of them.
-            line = times.transfer_s
-            message_s = line.constant + line.rate * num_bytes / ranks
-            return 2 * (ranks - 1) * message_s
-        line = times.all_reduce_s
-        # Times as many messages, and times as large a part of the buffer, as were measured.
-        messages = (ranks - 1) / (measured_ranks - 1)
-        share = messages * measured_ranks / ranks
-        return messages * line.constant + share * line.rate * num_bytes
+        num_parameters = self._parameters(stage_index)
+        gradient_bytes = _GRADIENT_BYTES * num_parameters
+        parameter_bytes = ELEMENT_BYTES[self.profile.dtype] * num_parameters
+        copies = copies_group(self.layout, stage_index)
+        seconds = _line_at(reduce_scatter_line(times, copies), gradient_bytes)
+        seconds += _line_at(all_gather_line(times, copies), parameter_bytes)
+        stage = self.stages[stage_index]
+        # A stage with both ends has one copy.
+        if self.model.tied and stage.embedding != stage.head:
+            seconds += self._tied_sync_s()
+        return seconds
+
+    def _tied_sync_s(self) -> float:
+        """Return the seconds in which two copies of a tied weight add up their gradients."""
+        times = self.profile.times
+        pair = tied_pair(self.layout)
+        num_bytes = _GRADIENT_BYTES * self.model.embedding_parameters
+        # To add up and to know the whole sum is to add up parts and to hand them out.
+        seconds = _line_at(reduce_scatter_line(times, pair), num_bytes)
+        return seconds + _line_at(all_gather_line(times, pair), num_bytes)
 
     @property
     def end_of_step_s(self) -> float:
@@ -176,12 +229,12 @@ class CostModel:
     @cached_property
     def work(self) -> Work:
         """The work of an average stage."""
-        return average_work(self.profile, self.layout.num_stages)
+        return average_work(self.rank_profile, self.layout.num_stages)
 
     @cached_property
     def chunk_overhead_s(self) -> float:
         """The seconds that one more chunk costs an average stage, attention and tokens apart."""
-        times = self.profile.times
+        times = self.rank_profile.times
         share = self.model.num_layers / self.layout.num_stages
         overhead_s = times.chunk_forward_s + times.chunk_backward_s
         for layer in (times.layer_forward, times.layer_backward):
@@ -193,24 +246,26 @@ class CostModel:
     def max_chunk_tokens(self) -> int:
         """How many tokens a chunk can have: its activations must be indexable with 32 bits."""
         model = self.model
+        num_ranks = self.layout.sequence_parallel
         attention = model.num_heads * model.head_dim
+        # Of a rank, per token of the chunk: a part of each token, or of each token's heads.
         widest = max(model.hidden_size, attention, model.intermediate_size, 1)
-        return _MOST_ELEMENTS // widest
+        return num_ranks * _MOST_ELEMENTS // widest
 
     def boundary_bytes(self, tokens: int) -> int:
         """Return the bytes of one transfer of a chunk of so many tokens."""
-        return tokens * self.profile.bytes.activation_per_token
+        return math.ceil(tokens * self.rank_profile.bytes.activation_per_token)
 
     def slot_bytes(self, stage_index: int, tokens: Floats) -> Floats:
         """Return the bytes of K and V on a stage of split sequences of so many tokens."""
         num_layers = self.stages[stage_index].num_layers
-        per_token = self.profile.bytes.layer_kv_per_token
+        per_token = self.rank_profile.bytes.layer_kv_per_token
         return np.asarray(tokens * num_layers * per_token)
 
     def slot_gradient_bytes(self, stage_index: int, tokens: Floats) -> Floats:
         """Return the bytes of their gradients."""
         num_layers = self.stages[stage_index].num_layers
-        per_token = self.profile.bytes.layer_kv_grad_per_token
+        per_token = self.rank_profile.bytes.layer_kv_grad_per_token
         return np.asarray(tokens * num_layers * per_token)
 
     def rates(self, limits: SequenceOf[int], lengths: Floats) -> ChunkRates:
@@ -222,11 +277,12 @@ class CostModel:
             lengths: (sequences,) tokens of each sequence of the batch, longest first.
         """
         room = [limit - self.static_bytes(stage) for stage, limit in enumerate(limits)]
-        return make_rates(self.profile, self.stages, room, lengths)
+        edge = fastest_edge(self.profile.times, self.layout)
+        return make_rates(self.rank_profile, self.stages, edge, room, lengths)
 
     def layer_s(self, tokens: int, pairs: int, slices: int) -> float:
         """Return the seconds of F and B of one layer for a chunk of whole sequences."""
-        times = self.profile.times
+        times = self.rank_profile.times
         # One chunk.
         sizes = [np.array([count]) for count in (tokens, pairs, slices)]
         forward_s = layer_seconds(times.layer_forward, *sizes)
@@ -235,7 +291,7 @@ class CostModel:
 
     def ends_s(self, tokens: int) -> tuple[float, float]:
         """Return the seconds of F and B of the embedding, and of the head, for a chunk."""
-        times = self.profile.times
+        times = self.rank_profile.times
         embedding = _curve_at(times.embedding_forward, tokens)
         embedding += _curve_at(times.embedding_backward, tokens)
         head = _curve_at(times.head_forward, tokens)
@@ -246,6 +302,10 @@ class CostModel:
 def max_sequence_tokens(model: Model) -> int:
     """Return how many tokens a sequence can have: its K and V must be indexable with 32 bits."""
     return _MOST_ELEMENTS // max(model.kv_size, 1)
+
+
+def _line_at(line: Line, count: float) -> float:
+    return line.constant + line.rate * count
 
 
 def _curve_at(curve: Curve, tokens: int) -> float:

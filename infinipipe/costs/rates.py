@@ -17,7 +17,7 @@ import numpy as np
 from infinipipe.aliases import Floats, Ints
 from infinipipe.costs.times import curve_seconds
 from infinipipe.ir import Stage
-from infinipipe.profiles import Bytes, Curve, LayerTime, Profile, Times
+from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
 
 TINY = 1e-30
 """Stands for a divisor of 0 or less: no time or number of bytes that counts is so small."""
@@ -188,7 +188,7 @@ class ChunkRates:
     recompute: SizeRates
     """Added to B for each layer that is recomputed."""
     transfer: SizeRates
-    """Of one activation, or its gradient, between neighbours."""
+    """Of one activation, or its gradient, between the nearest neighbours."""
     bytes: TokenBytes
     room: Floats
     """Bytes of each stage besides the static ones."""
@@ -202,13 +202,18 @@ class ChunkRates:
 
 
 def make_rates(
-    profile: Profile, stages: SequenceOf[Stage], room_bytes: SequenceOf[int], lengths: Floats
+    profile: Profile,
+    stages: SequenceOf[Stage],
+    edge: Line,
+    room_bytes: SequenceOf[int],
+    lengths: Floats,
 ) -> ChunkRates:
     """Return the rates of chunks of a batch.
 
     Args:
-        profile: of the model on the device.
+        profile: of the model on the device, as a rank sees it.
         stages: of the pipeline.
+        edge: seconds per byte, which no transfer between two stages is faster than.
         room_bytes: of each stage, what its static bytes leave of its limit.
         lengths: (sequences,) tokens of each sequence of the batch, longest first.
     """
@@ -247,7 +252,7 @@ def make_rates(
         backward=backward,
         work=forward + backward,
         recompute=_layer_rates(times.layer_recompute, edges, sizes),
-        transfer=_transfer_rates(times, token_bytes, sizes),
+        transfer=_transfer_rates(edge, token_bytes, sizes),
         bytes=token_bytes,
         room=room,
         backward_room=backward_room,
@@ -378,12 +383,12 @@ def _layer_rates(layer: LayerTime, edges: Ints, sizes: SizeRanges) -> SizeRates:
     )
 
 
-def _transfer_rates(times: Times, token_bytes: TokenBytes, sizes: SizeRanges) -> SizeRates:
-    seconds_per_token = times.transfer_s.rate * token_bytes.input
+def _transfer_rates(edge: Line, token_bytes: TokenBytes, sizes: SizeRanges) -> SizeRates:
+    seconds_per_token = edge.rate * token_bytes.input
     nothing = np.zeros(1)
     return SizeRates(
         sizes,
-        constant=np.full_like(sizes.smallest, times.transfer_s.constant),
+        constant=np.full_like(sizes.smallest, edge.constant),
         rate=np.full_like(sizes.smallest, seconds_per_token),
         per_pair=nothing,
         per_slice=nothing,

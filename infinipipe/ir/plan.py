@@ -15,8 +15,11 @@ from typing import Literal
 
 import msgspec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of the plan file; a change of any struct of this page, or of `file.encoding`, makes another."""
+
+ONE_NODE = 2**31 - 1
+"""Devices of a node that no job is too large for: the most that a plan can count."""
 
 LossNorm = Literal["token", "sequence"]
 DType = Literal["float32", "bfloat16"]
@@ -57,6 +60,15 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """Width of K (and of V) for one token of one layer, in elements."""
         return self.num_kv_heads * self.head_dim
 
+    def shares_heads(self, num_ranks: int) -> bool:
+        """Return whether so many ranks can share the attention heads evenly.
+
+        Where there are fewer K/V heads than ranks, several ranks have the same one.
+        """
+        kv_heads = self.num_kv_heads
+        kv_even = kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0
+        return self.num_heads % num_ranks == 0 and kv_even
+
     @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding; the head has as many."""
@@ -91,6 +103,8 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Ranks of a stage that share every sequence; 1 for none."""
     num_replicas: int = 1
     """Data-parallel copies of the pipeline."""
+    devices_per_node: int = ONE_NODE
+    """Ranks fill node after node with so many; links within a node are faster than between two."""
 
     @property
     def num_ranks(self) -> int:
@@ -138,6 +152,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     num_replicas: int
     sequence_parallel: int
     """Ranks of a stage that share every sequence; 1 for none."""
+    devices_per_node: int
+    """Ranks that stand together, with faster links than to those of other nodes."""
     memory_limit_bytes: tuple[int, ...]
     """Per stage."""
     batch_size: int
@@ -161,6 +177,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             num_stages=len(self.stages),
             sequence_parallel=self.sequence_parallel,
             num_replicas=self.num_replicas,
+            devices_per_node=self.devices_per_node,
         )
 
 

@@ -25,9 +25,10 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 from infinipipe.errors import RunError
 from infinipipe.ir import Model
 from infinipipe.measure.bench import Bench
-from infinipipe.measure.links import NO_LINKS, Links, measure_links
+from infinipipe.measure.links import NO_LINKS, measure_links
 from infinipipe.measure.machine import describe_device
 from infinipipe.measure.survey import OutOfMemory
+from infinipipe.profiles import Links
 from infinipipe.runtime.memory import track_memory
 
 # What the others work on. Large chunks are what suffers from neighbours, so it is one; but only

@@ -89,8 +89,10 @@ class Footprint:
         kv_with_grad = self._allocated(lambda: self._slot(LARGE, gradients=True)) // LARGE
         kept = (whole.large.kept - whole.small.kept) / (LARGE - SMALL)
         logits = self._logits_per_token()
+        whole_per_parameter, sharded_per_parameter = self._static_per_parameter()
         return Bytes(
-            static_per_parameter=self._static_per_parameter(),
+            static_per_parameter=whole_per_parameter,
+            sharded_per_parameter=sharded_per_parameter,
             activation_per_token=activation,
             # The layer's input was there before the count began.
             layer_full_per_token=kept + activation - kv,
@@ -190,18 +192,21 @@ class Footprint:
             assert slot.gradients
         return store
 
-    def _static_per_parameter(self) -> int:
-        """Return the bytes of a parameter, its gradient and its optimizer state."""
+    def _static_per_parameter(self) -> tuple[int, int]:
+        """Return the bytes of a parameter and its gradient, and those of its optimizer state."""
         parameters = self._bench.stage_model.global_parameters()
         optimizer = make_optimizer(parameters, lr=0.0)
-        num_bytes = 0
+        whole = 0
+        sharded = 0
         for parameter in parameters.values():
-            tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
-            # The count of steps is a tensor too, one for each parameter, and no part of its size.
-            sized = [tensor for tensor in tensors if tensor is not None and tensor.ndim > 0]
+            assert parameter.grad is not None
             # Not their storages': all gradients have one.
-            num_bytes += sum(tensor.nbytes for tensor in sized)
-        return num_bytes // sum(parameter.numel() for parameter in parameters.values())
+            whole += parameter.nbytes + parameter.grad.nbytes
+            state = optimizer.state[parameter].values()
+            # The count of steps is a tensor too, one for each parameter, and no part of its size.
+            sharded += sum(tensor.nbytes for tensor in state if tensor.ndim > 0)
+        num_parameters = sum(parameter.numel() for parameter in parameters.values())
+        return whole // num_parameters, sharded // num_parameters
 
 
 def _larger_forward_peak(whole: _Counts, later: _Counts) -> Line:

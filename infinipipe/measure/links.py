@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
-from infinipipe.profiles import Line
+from infinipipe.profiles import Line, Links
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
 from infinipipe.runtime.transport import DistributedTransport
@@ -29,17 +28,12 @@ REPEATS = 9
 _NO_SECONDS = Line(constant=0.0, rate=0.0)
 
 
-class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """What transfers take: a constant, and a rate per byte."""
-
-    transfer_s: Line
-    all_to_all_s: Line
-    all_reduce_s: Line
-    num_ranks: int
-
-
 NO_LINKS = Links(
-    transfer_s=_NO_SECONDS, all_to_all_s=_NO_SECONDS, all_reduce_s=_NO_SECONDS, num_ranks=1
+    transfer_s=_NO_SECONDS,
+    all_to_all_s=_NO_SECONDS,
+    reduce_scatter_s=_NO_SECONDS,
+    all_gather_s=_NO_SECONDS,
+    num_ranks=1,
 )
 """Of a machine with one device: there is nobody to exchange with."""
 
@@ -59,7 +53,8 @@ def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> L
     device = _connect(rank, device_type, num_ranks, store)
     channels = channel_groups()
     all_to_all_s = _fit(lambda size: _all_to_all_seconds(size, num_ranks, device))
-    all_reduce_s = _fit(lambda size: _all_reduce_seconds(size, device))
+    reduce_scatter_s = _fit(lambda size: _reduce_scatter_seconds(size, num_ranks, device))
+    all_gather_s = _fit(lambda size: _all_gather_seconds(size, num_ranks, device))
     transfer_s = _NO_SECONDS
     if rank < 2:
         neighbours = Ranks(Layout(num_stages=2), rank).neighbours
@@ -70,7 +65,8 @@ def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> L
     return Links(
         transfer_s=transfer_s,
         all_to_all_s=all_to_all_s,
-        all_reduce_s=all_reduce_s,
+        reduce_scatter_s=reduce_scatter_s,
+        all_gather_s=all_gather_s,
         num_ranks=num_ranks,
     )
 
@@ -117,16 +113,31 @@ def _one_way_seconds(
 
 
 def _all_to_all_seconds(size: int, num_ranks: int, device: torch.device) -> float:
-    divisible = size // num_ranks * num_ranks
-    payload = torch.zeros(divisible, device=device)
+    payload = _buffer(size, num_ranks, device)
     received = torch.empty_like(payload)
     return _median_seconds(lambda: dist.all_to_all_single(received, payload), device)
 
 
-def _all_reduce_seconds(size: int, device: torch.device) -> float:
-    # Of zeros, so that adding up again and again never overflows.
-    buffer = torch.zeros(size, device=device)
-    return _median_seconds(lambda: dist.all_reduce(buffer), device)
+def _reduce_scatter_seconds(size: int, num_ranks: int, device: torch.device) -> float:
+    whole = _buffer(size, num_ranks, device)
+    part = _part(whole, num_ranks)
+    return _median_seconds(lambda: dist.reduce_scatter_tensor(part, whole), device)
+
+
+def _all_gather_seconds(size: int, num_ranks: int, device: torch.device) -> float:
+    whole = _buffer(size, num_ranks, device)
+    part = _part(whole, num_ranks)
+    return _median_seconds(lambda: dist.all_gather_into_tensor(whole, part), device)
+
+
+def _buffer(size: int, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """Return so many zeros, or a few less: each rank has an equal part of them."""
+    divisible = size // num_ranks * num_ranks
+    return torch.zeros(divisible, device=device)
+
+
+def _part(whole: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    return torch.zeros(whole.numel() // num_ranks, device=whole.device)
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:

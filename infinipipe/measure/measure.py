@@ -19,7 +19,6 @@ from infinipipe.ir import Model
 from infinipipe.measure.background_load import start_background_load
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.footprint import Footprint
-from infinipipe.measure.links import Links
 from infinipipe.measure.machine import (
     choose_device,
     count_devices,
@@ -29,7 +28,7 @@ from infinipipe.measure.machine import (
 )
 from infinipipe.measure.samples import fit_survey, make_samples, measure_accuracy
 from infinipipe.measure.survey import FULL, QUICK, Effort, OutOfMemory, Survey
-from infinipipe.profiles import Bytes, Curve, Line, Profile, Times
+from infinipipe.profiles import Bytes, Curve, Line, Links, Profile, Times
 from infinipipe.profiles.profile import PROFILE_FORMAT_VERSION
 from infinipipe.runtime.memory import track_memory
 
@@ -170,10 +169,7 @@ def _assemble(
             head_forward=parts.ends["head_forward"],
             head_backward=parts.ends["head_backward"],
             optimizer_s=parts.optimizer_s,
-            transfer_s=links.transfer_s,
-            all_to_all_s=links.all_to_all_s,
-            all_to_all_ranks=links.num_ranks,
-            all_reduce_s=links.all_reduce_s,
+            links=links,
         ),
         bytes=parts.bytes,
         samples=samples,

@@ -16,12 +16,9 @@ from infinipipe.aliases import Floats
 from infinipipe.errors import InputError
 from infinipipe.measure.fit import scale_curve, scale_layer_time
 from infinipipe.measure.samples import measure_accuracy
-from infinipipe.profiles import Curve, LayerTime, Line, Profile, Times, profile_sha256
+from infinipipe.profiles import Curve, LayerTime, Line, Links, Profile, Times, profile_sha256
 from infinipipe.profiles.profile import Refinement
 from infinipipe.run_record import Run
-
-_NO_TIMES = ("all_to_all_ranks",)
-"""Fields of `Times` that are not seconds."""
 
 
 def refine_profile(profile: Profile, run: Run, folder: Path) -> Profile:
@@ -58,13 +55,14 @@ def refine_profile(profile: Profile, run: Run, folder: Path) -> Profile:
 
 def scale_times(times: Times, scale: float) -> Times:
     """Return times that are all `scale` times as long."""
-    names = [name for name in times.__struct_fields__ if name not in _NO_TIMES]
+    names = times.__struct_fields__
     return replace(times, **{name: _scaled(getattr(times, name), scale) for name in names})
 
 
-def _scaled(
-    time: LayerTime | Curve | Line | float | None, scale: float
-) -> LayerTime | Curve | Line | float | None:
+_Time = LayerTime | Curve | Line | Links | float | None
+
+
+def _scaled(time: _Time, scale: float) -> _Time:
     match time:
         case None:
             # It was not measured.
@@ -74,9 +72,21 @@ def _scaled(
         case Curve():
             return scale_curve(time, scale)
         case Line():
-            return Line(constant=scale * time.constant, rate=scale * time.rate)
+            return _scaled_line(time, scale)
+        case Links():
+            return Links(
+                transfer_s=_scaled_line(time.transfer_s, scale),
+                all_to_all_s=_scaled_line(time.all_to_all_s, scale),
+                reduce_scatter_s=_scaled_line(time.reduce_scatter_s, scale),
+                all_gather_s=_scaled_line(time.all_gather_s, scale),
+                num_ranks=time.num_ranks,
+            )
         case _:
             return scale * time
+
+
+def _scaled_line(line: Line, scale: float) -> Line:
+    return Line(constant=scale * line.constant, rate=scale * line.rate)
 
 
 def _median_error(ratios: Floats) -> float:

@@ -110,6 +110,7 @@ def make_header(dataset: Dataset, pipeline: Pipeline, request: Request) -> Heade
         stages=costs.stages,
         num_replicas=costs.layout.num_replicas,
         sequence_parallel=costs.layout.sequence_parallel,
+        devices_per_node=costs.layout.devices_per_node,
         memory_limit_bytes=pipeline.limits,
         batch_size=request.batch_size,
         num_steps=request.num_steps,

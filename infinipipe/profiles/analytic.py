@@ -15,6 +15,7 @@ from infinipipe.profiles.profile import (
     Bytes,
     Device,
     Line,
+    Links,
     Profile,
     Times,
 )
@@ -30,10 +31,12 @@ _DEVICES_PER_SERVER = 8
 """As in the servers that these devices are sold in."""
 _RESERVED_GIB = 2
 """The context of the driver and the buffers of its collectives."""
-_STATIC_BYTES = 18
-"""Per parameter: itself in bfloat16, and in float32 gradient, two moments and master copy."""
+_STATIC_BYTES = 6
+"""Per parameter: itself in bfloat16, and its gradient in float32."""
+_SHARDED_BYTES = 12
+"""Per parameter, in float32: two moments and the master copy."""
 _OPTIMIZER_BYTES = 34
-"""Read and written per parameter by AdamW: 18 resident bytes twice, less what is only read."""
+"""Read and written per parameter by AdamW: 18 bytes twice, less what is only read."""
 _INT64 = 8
 """Bytes of a token's id, target or position."""
 
@@ -45,7 +48,9 @@ _CHUNK_BACKWARD_S = 300e-6
 _OPTIMIZER_S = 100e-6
 """Launches of the norm, clipping and the update, whatever the size; assumed, not measured."""
 _TRANSFER_S = 20e-6
-"""Of latency, whatever the size."""
+"""Of latency within a node, whatever the size."""
+_TRANSFER_BETWEEN_S = 30e-6
+"""The same between two nodes, through an adapter at each end."""
 
 
 def analytic_profile(model: Model, device: str) -> Profile:
@@ -95,28 +100,29 @@ def _times(model: Model, sheet: Sheet) -> Times:
         head_forward=roofline.head_forward(),
         head_backward=roofline.head_backward(),
         optimizer_s=Line(constant=_OPTIMIZER_S, rate=_OPTIMIZER_BYTES / sheet.copy_bandwidth),
-        transfer_s=Line(constant=_TRANSFER_S, rate=1 / sheet.link_bandwidth),
-        all_to_all_s=_all_to_all_line(sheet, _DEVICES_PER_SERVER),
-        all_to_all_ranks=_DEVICES_PER_SERVER,
-        all_reduce_s=_all_reduce_line(sheet, _DEVICES_PER_SERVER),
+        links=_links(_TRANSFER_S, sheet.link_bandwidth, _DEVICES_PER_SERVER),
+        links_between=_links(
+            _TRANSFER_BETWEEN_S, sheet.link_between_bandwidth, _DEVICES_PER_SERVER
+        ),
         layer_input_backward=roofline.layer_input_backward(),
         layer_weight_backward=roofline.layer_weight_backward(),
     )
 
 
-def _all_to_all_line(sheet: Sheet, num_ranks: int) -> Line:
-    # Each rank keeps its own share and sends the others over one link each way.
-    sent = (num_ranks - 1) / num_ranks
-    return Line(constant=_TRANSFER_S, rate=sent / sheet.link_bandwidth)
-
-
-def _all_reduce_line(sheet: Sheet, num_ranks: int) -> Line:
-    # A ring over one link each way. The buffer's parts, one a rank, go around twice: adding up,
-    # then handing out the sums. Each round takes num_ranks - 1 hops, in each of which every rank
-    # sends one part; no hop starts before the one before it has come.
-    hops = 2 * (num_ranks - 1)
-    sent = hops / num_ranks
-    return Line(constant=hops * _TRANSFER_S, rate=sent / sheet.link_bandwidth)
+def _links(latency_s: float, bandwidth: float, num_ranks: int) -> Links:
+    """Return what links of such a latency and of so many bytes per second each way take."""
+    # Each rank keeps its own part and sends the others. In an exchange all go at once; in a ring
+    # each part goes hop by hop to where it belongs, and no hop starts before the one before it.
+    hops = num_ranks - 1
+    sent_s = hops / num_ranks / bandwidth
+    ring = Line(constant=hops * latency_s, rate=sent_s)
+    return Links(
+        transfer_s=Line(constant=latency_s, rate=1 / bandwidth),
+        all_to_all_s=Line(constant=latency_s, rate=sent_s),
+        reduce_scatter_s=ring,
+        all_gather_s=ring,
+        num_ranks=num_ranks,
+    )
 
 
 def _bytes(model: Model) -> Bytes:
@@ -135,6 +141,7 @@ def _bytes(model: Model) -> Bytes:
     embedding = BF16 * model.embedding_parameters
     return Bytes(
         static_per_parameter=_STATIC_BYTES,
+        sharded_per_parameter=_SHARDED_BYTES,
         activation_per_token=BF16 * hidden,
         layer_full_per_token=norms + attention + 4 * BF16 * inner,
         layer_kv_per_token=2 * BF16 * model.kv_size,

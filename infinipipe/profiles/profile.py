@@ -12,7 +12,7 @@ import msgspec
 from infinipipe.errors import InputError
 from infinipipe.ir import DType, Model
 
-PROFILE_FORMAT_VERSION = 1
+PROFILE_FORMAT_VERSION = 2
 """Raised when a reader would misread older files; a field that may be missing needs no raise."""
 
 
@@ -66,6 +66,24 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     rate: float
 
 
+class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds of moving bytes between ranks; exchanges are among `num_ranks` of them.
+
+    What they take among other numbers of ranks is told by `infinipipe.costs.links`.
+    """
+
+    transfer_s: Line
+    """Per byte, from one rank to another."""
+    all_to_all_s: Line
+    """Per byte that each rank holds, and of which it keeps its own part."""
+    reduce_scatter_s: Line
+    """Per byte of the buffer that each rank holds, and of whose sum it gets its part."""
+    all_gather_s: Line
+    """Per byte of the buffer that each rank gets, of which it held its part."""
+    num_ranks: int
+    """1 where there was nobody to exchange with, and then all lines are 0."""
+
+
 class Times(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
@@ -86,16 +104,12 @@ class Times(
     head_backward: Curve
     optimizer_s: Line
     """Per parameter of the stage."""
-    transfer_s: Line
-    """Per byte between neighbouring stages."""
-    all_to_all_s: Line
-    """Per byte that each of `all_to_all_ranks` holds: for sequence parallelism within a stage."""
-    all_to_all_ranks: int
-    """1 where there is nobody to exchange with."""
-    all_reduce_s: Line | None = None
-    """Per byte of a buffer that as many ranks as `all_to_all_ranks` add up among them.
+    links: Links
+    """Between ranks of one node."""
+    links_between: Links | None = None
+    """Between ranks of different nodes.
 
-    Gradients of replicas are; None in profiles that were made before this was measured.
+    None where there was one node to measure: they are then taken to be as fast as those inside.
     """
     layer_input_backward: LayerTime | None = None
     """I, the gradients of a layer's inputs, without recompute.
@@ -122,14 +136,16 @@ class Bytes(
     """
 
     static_per_parameter: int
-    """Parameter, gradient and optimizer state."""
-    activation_per_token: int
+    """On every rank that holds the parameter: itself and its gradient."""
+    sharded_per_parameter: int
+    """Optimizer state, of which each of the ranks that hold the parameter has an equal part."""
+    activation_per_token: float
     """The tensor that travels between stages, and each layer's input."""
     layer_full_per_token: float
     """Kept by a layer that is not recomputed, its input included, without K and V."""
-    layer_kv_per_token: int
+    layer_kv_per_token: float
     """K and V of one layer; kept with the chunk for whole sequences, in the slot for split ones."""
-    layer_kv_grad_per_token: int
+    layer_kv_grad_per_token: float
     """Gradients of K and V of one layer for a split sequence, per token of the sequence."""
     chunk_per_token: float
     """Kept once per chunk on every stage: positions and rotary tables."""
@@ -236,8 +252,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def pack_profile(profile: Profile) -> bytes:
-    """Return the profile as msgpack, as a plan holds it: maps have their keys sorted."""
-    return msgspec.msgpack.encode(profile, order="sorted")
+    """Return the profile as msgpack, as a plan holds it: maps have their keys sorted.
+
+    A number that is whole and stands where fractions may is packed as it is when it was read.
+    """
+    as_read = msgspec.convert(msgspec.to_builtins(profile), Profile)
+    return msgspec.msgpack.encode(as_read, order="sorted")
 
 
 def profile_sha256(profile: Profile) -> str:

@@ -22,6 +22,8 @@ class Sheet:
     """Bytes per second of its memory."""
     link: float
     """Bytes per second to a neighbour, one way: half of what NVLink is sold as."""
+    link_between: float
+    """Bytes per second to another node, one way, of each device's own network adapter."""
     memory_gib: int
     """As the driver reports it, rounded down."""
     processors: int
@@ -45,12 +47,25 @@ class Sheet:
         """What transfers reach of `link`."""
         return self.link * _LINK_EFFICIENCY
 
+    @property
+    def link_between_bandwidth(self) -> float:
+        """What transfers reach of `link_between`."""
+        return self.link_between * _LINK_EFFICIENCY
+
+
+# Of the servers that these devices are sold in, each device with an adapter of its own: the data
+# sheet of DGX A100 says eight single-port ConnectX-6 of 200 Gb/s, that of DGX H100 and H200
+# eight ConnectX-7 of 400 Gb/s.
+_HDR = 200e9 / 8
+_NDR = 400e9 / 8
+
 
 def _ampere(link: float) -> Sheet:
     return Sheet(
         flops=312e12,
         bandwidth=2.0e12,
         link=link,
+        link_between=_HDR,
         memory_gib=79,
         processors=108,
         capability="sm_80",
@@ -64,6 +79,7 @@ def _hopper(bandwidth: float, memory_gib: int) -> Sheet:
         flops=989e12,
         bandwidth=bandwidth,
         link=450e9,
+        link_between=_NDR,
         memory_gib=memory_gib,
         processors=132,
         capability="sm_90",

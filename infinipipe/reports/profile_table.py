@@ -11,7 +11,7 @@ from rich.text import Text
 
 from infinipipe.aliases import Floats, Ints
 from infinipipe.costs import curve_seconds, layer_seconds
-from infinipipe.profiles import LayerTime, Line, Profile, Times
+from infinipipe.profiles import LayerTime, Line, Links, Profile, Times
 from infinipipe.profiles.profile import Accuracy, Refinement
 from infinipipe.units import show_bytes
 
@@ -121,13 +121,23 @@ def _rates_table(times: Times) -> Table:
     table.add_section()
     chunk_us = (_MICROSECONDS * times.chunk_forward_s, _MICROSECONDS * times.chunk_backward_s)
     _add_numbers(table, "us per chunk and stage", chunk_us)
-    ranks = f"of {times.all_to_all_ranks} ranks"
     table.add_row("optimizer", _show_line(times.optimizer_s, "parameter"))
-    table.add_row("transfer", _show_line(times.transfer_s, "byte"))
-    table.add_row(f"all-to-all {ranks}", _show_line(times.all_to_all_s, "byte"))
-    if times.all_reduce_s is not None:
-        table.add_row(f"all-reduce {ranks}", _show_line(times.all_reduce_s, "byte"))
+    table.add_section()
+    _add_links(table, "in a node", times.links)
+    if times.links_between is not None:
+        _add_links(table, "between nodes", times.links_between)
     return table
+
+
+def _add_links(table: Table, where: str, links: Links) -> None:
+    exchanges = {
+        "all-to-all": links.all_to_all_s,
+        "reduce-scatter": links.reduce_scatter_s,
+        "all-gather": links.all_gather_s,
+    }
+    table.add_row(f"transfer {where}", _show_line(links.transfer_s, "byte"))
+    for name, line in exchanges.items():
+        table.add_row(f"{name} of {links.num_ranks} {where}", _show_line(line, "byte"))
 
 
 def _add_rates(table: Table, layers: list[LayerTime]) -> None:
@@ -178,6 +188,7 @@ def _bytes_table(profile: Profile) -> Table:
     table.add_row("B of a slice, of its context", f"{sizes.context_per_token:,.0f}")
     table.add_row("a piece of logits", f"{sizes.logits_per_token:,.0f}")
     table.add_row("static, per parameter", "", f"{sizes.static_per_parameter}")
+    table.add_row("and shared by its ranks", "", f"{sizes.sharded_per_parameter}")
     return table
 
 

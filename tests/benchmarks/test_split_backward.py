@@ -40,8 +40,9 @@ from infinipipe.planner.passes.schedule import (
     price_chains,
 )
 from infinipipe.planner.problem import Problem
-from infinipipe.profiles import Curve, LayerTime, Line, pack_profile
+from infinipipe.profiles import Curve, LayerTime, pack_profile
 from tests.planner.toys import (
+    NO_LINKS,
     ROOMY,
     TOY_WINDOWS,
     ToyWindow,
@@ -193,7 +194,7 @@ def equal_chunks(num_stages: int, num_chunks: int, room_bytes: float = ROOMY) ->
         embedding_backward=constant(0.0),
         head_forward=constant(0.0),
         head_backward=constant(0.0),
-        transfer_s=Line(constant=0.0, rate=0.0),
+        links=NO_LINKS,
     )
 
 

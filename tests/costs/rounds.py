@@ -29,7 +29,8 @@ def round_profile() -> Profile:
     profile = analytic_profile(read_model("tiny"), "a800-80g")
     sizes = msgspec.structs.replace(
         profile.bytes,
-        static_per_parameter=16,
+        static_per_parameter=7,
+        sharded_per_parameter=9,
         activation_per_token=10,
         layer_full_per_token=100.0,
         layer_kv_per_token=20,

@@ -483,7 +483,7 @@ def with_config(key: str, value: object) -> Header:
 
 
 HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
-    ("version", replace(HEADER, format_version=2), "format 2, not 1"),
+    ("version", replace(HEADER, format_version=1), "format 1, not 2"),
     ("no stage", replace(HEADER, stages=()), "no stage"),
     (
         "gap",
@@ -587,10 +587,11 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
         "model_sha256 is not the digest of the model's config",
     ),
     ("no ranks", replace(HEADER, sequence_parallel=0), "sequence_parallel is 0"),
+    ("no devices", replace(HEADER, devices_per_node=0), "devices_per_node is 0"),
     (
         "uneven ranks",
-        replace(HEADER, sequence_parallel=4),
-        "sequence_parallel is 4; 4 heads and 2 key-value heads",
+        replace(HEADER, sequence_parallel=3),
+        "sequence_parallel is 3; 4 heads and 2 key-value heads",
     ),
 ]
 
@@ -755,7 +756,7 @@ def passes_or_names(step: Step, number: int) -> None:
     replica = step.replicas[number]
     programs = [PackedProgram.pack(program) for program in replica.programs]
     seconds = [np.ones(len(program)) for program in replica.programs]
-    timeline = simulate(programs, seconds, np.zeros(len(replica.chunks)))
+    timeline = simulate(programs, seconds, np.zeros((len(programs) - 1, len(replica.chunks))))
     ends = {}
     for stage, program in enumerate(replica.programs):
         for op, end in zip(program, timeline.end_s[stage], strict=True):

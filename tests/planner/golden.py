@@ -53,11 +53,6 @@ class Input(NamedTuple):
         more = "".join(self.more).replace("--", " ")
         return f"{self.model} {data}, {self.stages} stages of {self.memory}{more}"
 
-    @property
-    def replicated(self) -> bool:
-        """Whether there are replicas, whose gradients each step synchronises."""
-        return "--replicas" in self.more
-
 
 INPUTS = (
     Input("tiny", MEASURED, "wikipedia", 24, 3072, 12, 2, "64MiB"),
@@ -102,28 +97,18 @@ def write_lengths(given: Input, path: Path) -> None:
 
 
 def write_profile(given: Input, path: Path) -> None:
-    """Write the profile to plan with, without what it takes to synchronise gradients.
-
-    Plans hold their profile's digest, and the golden ones were made before that had a price.
-    """
+    """Write the profile to plan with."""
     if given.device == MEASURED:
         path.write_bytes(MEASURED_PROFILE.read_bytes())
         return
     _command("profile", given.model, "--analytic", given.device, "-o", str(path))
-    profile = json.loads(path.read_text())
-    profile["times"].pop("all_reduce_s", None)
-    path.write_text(json.dumps(profile))
 
 
 class Digests(NamedTuple):
-    """SHA-256 of one plan, or of the error line that says why there is none.
-
-    With replicas, the seconds of whole steps are left out: a part of them is the synchronisation of
-    gradients, which had no price.
-    """
+    """SHA-256 of one plan, or of the error line that says why there is none."""
 
     exact: str
-    """Of the file; where seconds are left out, of the rest as JSON."""
+    """Of the file."""
     rounded: str
     """Of the JSON, each float with nine digits: processors differ in the last digits of a sum."""
 
@@ -139,11 +124,7 @@ def plan_digests(given: Input, policy: str) -> Digests:
         return Digests(exact=digest, rounded=digest)
     lines = _command("inspect", "plan.msgpack", "--all").splitlines()
     documents = [json.loads(line) for line in lines]
-    if given.replicated:
-        documents = [_without(document, "step_s") for document in documents]
-        exact = json.dumps(documents).encode()
-    else:
-        exact = Path("plan.msgpack").read_bytes()
+    exact = Path("plan.msgpack").read_bytes()
     rounded = json.dumps(_rounded(documents)).encode()
     return Digests(exact=_sha256(exact), rounded=_sha256(rounded))
 

@@ -30,6 +30,7 @@ from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Problem
 from infinipipe.profiles import Curve, LayerTime, Line, Profile
 from tests.planner.toys import (
+    NO_LINKS,
     ROOMY,
     toy_problem,
     toy_profile,
@@ -68,7 +69,7 @@ def plain_profile(num_layers: int, overhead: float, pairs: float = 0.0, **sizes:
         embedding_backward=nothing,
         head_forward=nothing,
         head_backward=nothing,
-        transfer_s=Line(constant=0.0, rate=0.0),
+        links=NO_LINKS,
     )
     zero = ["chunk_per_token", "embedding_per_token", "head_per_token", "logits_per_token"]
     zero += ["slice_backward_per_token", "context_per_token"]

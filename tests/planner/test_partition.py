@@ -62,7 +62,7 @@ def test_memory_moves_layers() -> None:
     profile = toy_profile(12)
     limits = list(roomy_limits(toy_costs(profile, [3, 3, 3, 3]), 0))
     limits[1] -= 1
-    limits[2] += profile.bytes.static_per_parameter * profile.model.layer_parameters
+    limits[2] += toy_costs(profile, [3, 3, 3, 3]).static_bytes_per_layer
     assert [stage.num_layers for stage in balanced(profile, limits)] == [3, 2, 4, 3]
 
 

@@ -20,7 +20,7 @@ from infinipipe.planner.passes.order import backward_order, windowed_order
 from infinipipe.planner.passes.partition import make_stages
 from infinipipe.planner.passes.ramp import NO_RAMP, Ramp
 from infinipipe.planner.problem import Pipeline, Problem
-from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Profile
+from infinipipe.profiles import PRESETS, Curve, LayerTime, Line, Links, Profile
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.profiles.models import model_from_config
 
@@ -29,6 +29,15 @@ ToyWindow = Literal["adaptive", "uniform", "serial"]
 TOY_WINDOWS: tuple[ToyWindow, ...] = ("adaptive", "uniform", "serial")
 
 ROOMY = 2**62
+_NO_SECONDS = Line(constant=0.0, rate=0.0)
+NO_LINKS = Links(
+    transfer_s=_NO_SECONDS,
+    all_to_all_s=_NO_SECONDS,
+    reduce_scatter_s=_NO_SECONDS,
+    all_gather_s=_NO_SECONDS,
+    num_ranks=1,
+)
+"""Links that take no time at all."""
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 
 
@@ -67,7 +76,9 @@ def toy_profile(num_layers: int = 6) -> Profile:
         head_forward=ends(0.5),
         head_backward=ends(0.1),
         optimizer_s=Line(constant=1.0, rate=0.0),
-        transfer_s=Line(constant=0.05, rate=0.0001),
+        links=msgspec.structs.replace(
+            profile.times.links, transfer_s=Line(constant=0.05, rate=0.0001)
+        ),
     )
     return msgspec.structs.replace(profile, times=times)
 

@@ -23,9 +23,7 @@ from infinipipe.profiles import (
 )
 from infinipipe.profiles.analytic import DEVICES, analytic_profile
 
-MEASURED_BEFORE = Path(__file__).parents[1] / "planner" / "measured_profile.json"
-"""Measured before the all-reduce was."""
-MEASURED_BEFORE_SHA256 = "71184a270d60c7efc1c0db673b37b04a02b6b76a93fdc3f18aaf83addb63755b"
+MEASURED = Path(__file__).parents[1] / "planner" / "measured_profile.json"
 PEAK_FLOPS = {"a800-80g": 312e12, "a100-80g": 312e12, "h100-80g": 989e12, "h200-141g": 989e12}
 
 
@@ -100,24 +98,46 @@ def test_links_differ_where_the_data_sheets_do() -> None:
     a800, a100 = (
         analytic_profile(read_model("llama-7b"), name) for name in ("a800-80g", "a100-80g")
     )
-    assert a800.times.transfer_s.rate == pytest.approx(1.5 * a100.times.transfer_s.rate)
+    a800_links, a100_links = a800.times.links, a100.times.links
+    assert a800_links.transfer_s.rate == pytest.approx(1.5 * a100_links.transfer_s.rate)
+    # The networks of their servers are alike.
+    assert a800.times.links_between == a100.times.links_between
     assert a800.times.layer_forward == a100.times.layer_forward
 
 
-def test_an_all_reduce_is_a_ring_of_14_hops() -> None:
-    """A buffer of eight parts goes around eight devices twice, a part a hop."""
-    times = analytic_profile(read_model("llama-7b"), "a800-80g").times
-    line = times.all_reduce_s
-    assert line is not None
-    assert line.constant == pytest.approx(14 * 20e-6)
-    # A gigabyte: 14 hops of 125 MB each, at three quarters of 200 GB/s.
-    assert 1e9 * line.rate == pytest.approx(14 * 125e6 / 150e9)
-    assert line.rate == pytest.approx(2 * times.all_to_all_s.rate)
+def test_exchanges_in_a_ring_have_seven_hops() -> None:
+    """A buffer of eight parts goes around eight devices, a part a hop."""
+    links = analytic_profile(read_model("llama-7b"), "a800-80g").times.links
+    assert links.num_ranks == 8
+    for line in (links.reduce_scatter_s, links.all_gather_s):
+        assert line.constant == pytest.approx(7 * 20e-6)
+        # A gigabyte: 7 hops of 125 MB each, at three quarters of 200 GB/s.
+        assert 1e9 * line.rate == pytest.approx(7 * 125e6 / 150e9)
+    # As many bytes, all at once.
+    assert links.all_to_all_s.constant == links.transfer_s.constant == 20e-6
+    assert links.all_to_all_s.rate == pytest.approx(7 * 125e6 / 150e9 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabits"),
+    [("a800-80g", 200), ("a100-80g", 200), ("h100-80g", 400), ("h200-141g", 400)],
+)
+def test_links_between_nodes_are_those_of_each_devices_adapter(device: str, gigabits: int) -> None:
+    times = analytic_profile(read_model("llama-7b"), device).times
+    between = times.links_between
+    assert between is not None
+    assert 1 / between.transfer_s.rate == pytest.approx(0.75 * gigabits * 1e9 / 8)
+    names = {*between.__struct_fields__} - {"num_ranks"}
+    assert len(names) == 4
+    for name in names:
+        inside = getattr(times.links, name)
+        assert getattr(between, name).constant > inside.constant
+        assert getattr(between, name).rate > 4 * inside.rate
 
 
 def test_bytes_of_7b() -> None:
     sizes = analytic_profile(read_model("llama-7b"), "a800-80g").bytes
-    assert sizes.static_per_parameter == 18
+    assert (sizes.static_per_parameter, sizes.sharded_per_parameter) == (6, 12)
     assert sizes.activation_per_token == 2 * 4096
     assert sizes.layer_kv_per_token == 2 * 2 * 4096
     assert sizes.layer_kv_grad_per_token == 2 * 4 * 4096
@@ -209,15 +229,33 @@ def test_a_profile_without_i_and_w_is_as_it_was(tmp_path: Path) -> None:
     assert not old.prices_input_weight
 
 
-def test_a_profile_from_before_all_reduce_was_measured_is_as_it_was(tmp_path: Path) -> None:
-    """It has no field more, and packs to the very bytes that a plan recorded the digest of."""
-    old = read_profile(MEASURED_BEFORE)
-    document = json.loads(MEASURED_BEFORE.read_text())
-    assert old.times.all_reduce_s is None
-    # The digest that plans made before then recorded.
-    assert profile_sha256(old) == MEASURED_BEFORE_SHA256
-    write_profile(old, tmp_path / "again.json")
+@pytest.mark.parametrize("device", [None, *DEVICES])
+def test_a_profile_packs_as_it_does_when_it_was_read(tmp_path: Path, device: str | None) -> None:
+    """A plan's digest does not tell whether its profile was made here or read."""
+    made = read_profile(MEASURED)
+    if device is not None:
+        made = analytic_profile(read_model("tiny"), device)
+    write_profile(made, tmp_path / "again.json")
+    assert pack_profile(read_profile(tmp_path / "again.json")) == pack_profile(made)
+
+
+def test_a_measured_profile_has_no_links_between_nodes(tmp_path: Path) -> None:
+    """It has no field for them, reads without it and writes without it."""
+    document = json.loads(MEASURED.read_text())
+    assert "links_between" not in document["times"]
+    measured = read_profile(MEASURED)
+    assert measured.times.links_between is None
+    write_profile(measured, tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == document
+
+
+def test_a_profile_of_another_format_is_refused(tmp_path: Path) -> None:
+    document = json.loads(MEASURED.read_text()) | {"format_version": 1}
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    with pytest.raises(
+        InputError, match=r"old.json: profile format 1, this infinipipe reads 2; profile again$"
+    ):
+        read_profile(tmp_path / "old.json")
 
 
 @pytest.mark.parametrize("lacking", ["layer_input_backward", "layer_weight_backward"])
@@ -244,16 +282,14 @@ def test_refining_scales_i_and_w_too() -> None:
     assert scale_times(measured, 2.0).layer_input_backward is None
 
 
-def test_refining_scales_the_all_reduce_where_there_is_one() -> None:
+def test_refining_scales_links_where_there_are_any() -> None:
     times = analytic_profile(read_model("tiny"), "a800-80g").times
     scaled = scale_times(times, 2.0)
-    assert times.all_reduce_s is not None
-    assert scaled.all_reduce_s is not None
-    assert scaled.all_reduce_s.constant == 2 * times.all_reduce_s.constant
-    assert scaled.all_reduce_s.rate == 2 * times.all_reduce_s.rate
-    assert scaled.all_to_all_ranks == times.all_to_all_ranks
-    old = replace(times, all_reduce_s=None)
-    assert scale_times(old, 2.0).all_reduce_s is None
+    assert times.links_between is not None
+    assert scaled.links_between is not None
+    assert scaled.links_between.all_gather_s.rate == 2 * times.links_between.all_gather_s.rate
+    assert scaled.links.num_ranks == times.links.num_ranks
+    assert scale_times(replace(times, links_between=None), 2.0).links_between is None
 
 
 def test_unknown_device_is_named() -> None:

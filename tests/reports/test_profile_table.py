@@ -70,7 +70,8 @@ def test_show_prints_tables(
         "nothing was measured",
         "16,384 tokens",
         "ns per pair",
-        "all-reduce of 8 ranks",
+        "reduce-scatter of 8 in a node",
+        "all-gather of 8 between nodes",
         "backward, held out",
     ):
         assert words in out
@@ -134,6 +135,7 @@ def test_every_field_of_a_profile_is_documented() -> None:
         "LayerTime",
         "Line",
         "Times",
+        "Links",
         "Bytes",
         "Sample",
         "Accuracy",

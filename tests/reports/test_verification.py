@@ -232,7 +232,7 @@ def edited(data: dict[str, Any], path: str, value: object) -> dict[str, Any]:
         ("times.layer_forward.curve", {"tokens": [1, 2], "seconds": [1e308, 1.5e308]}),
         ("times.layer_forward.s_per_pair", 1e308),
         ("times.layer_forward.s_per_pair", float("nan")),
-        ("times.transfer_s.rate", 1e308),
+        ("times.links.transfer_s.rate", 1e308),
         ("bytes.static_per_parameter", 2**63),
         ("bytes.layer_full_per_token", 1e308),
     ],

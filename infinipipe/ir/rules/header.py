@@ -132,6 +132,7 @@ def check_header_numbers(header: Header) -> None:
     possible = {
         "num_replicas": (header.num_replicas, 1, _MAX_COUNT),
         "sequence_parallel": (header.sequence_parallel, 1, _MAX_COUNT),
+        "devices_per_node": (header.devices_per_node, 1, _MAX_COUNT),
         "batch_size": (header.batch_size, 1, _MAX_COUNT),
         "num_steps": (header.num_steps, 1, _MAX_COUNT),
         "seed": (header.seed, 0, _MAX_INTEGER),
@@ -150,7 +151,7 @@ def check_sequence_parallel(header: Header) -> None:
     """The ranks that share a sequence share the heads evenly."""
     model = header.model
     ranks = header.sequence_parallel
-    if model.num_heads % ranks or model.num_kv_heads % ranks:
+    if not model.shares_heads(ranks):
         raise VerifyError(
             f"header: sequence_parallel is {ranks}; {model.num_heads} heads and "
             f"{model.num_kv_heads} key-value heads cannot be shared evenly"
