@@ -11,6 +11,8 @@ A message says what is wrong, where, and which option would help. Faults of this
 program are plain `assert`s and keep their traceback.
 """
 
+import math
+
 __all__ = [
     "InfeasibleError",
     "InfinipipeError",
@@ -33,6 +35,9 @@ class InputError(InfinipipeError):
 
 class InfeasibleError(InfinipipeError):
     """No plan fits; the message names stage, bytes needed, limit and what would help."""
+
+    missing_bytes: float = math.inf
+    """What the stage lacks; infinity where that is not known."""
 
 
 class PlanFileError(InfinipipeError):

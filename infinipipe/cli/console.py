@@ -38,6 +38,14 @@ def show_tables(tables: RenderableType) -> None:
     Console(width=width).print(tables)
 
 
+def say_tables(tables: RenderableType) -> None:
+    """Print tables for a person, on stderr."""
+    from rich.console import Console
+
+    width = None if sys.stderr.isatty() else _FILE_WIDTH
+    Console(width=width, stderr=True).print(tables)
+
+
 def show_json(document: object) -> None:
     """Print plain data on stdout, indented."""
     import msgspec

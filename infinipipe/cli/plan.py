@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from infinipipe.cli.arguments import COUNT, PATH, SEED, Counts, MemoryLimits
-from infinipipe.cli.console import progress_bar, say, show_json, show_tables
+from infinipipe.cli.console import progress_bar, say, say_tables, show_json, show_tables
 
 if TYPE_CHECKING:
     from infinipipe.dataset import Dataset
@@ -30,8 +31,20 @@ _PROFILE = click.option(
     default="profile.json",
     help="Profile to plan with.",
 )
+_SEQUENCE_PARALLEL = click.option(
+    "--sequence-parallel",
+    type=COUNT,
+    metavar="N",
+    help="Devices that share every sequence of a stage; a search keeps them in one node.",
+)
 _REPLICAS = click.option(
-    "--replicas", type=COUNT, metavar="N", default=1, help="Data-parallel copies of the pipeline."
+    "--replicas", type=COUNT, metavar="N", help="Data-parallel copies of the pipeline."
+)
+_DEVICES_PER_NODE = click.option(
+    "--devices-per-node",
+    type=COUNT,
+    metavar="N",
+    help="Devices that fast links join.  [default: those of the profile's machine]",
 )
 _BATCH_SIZE = click.option(
     "--batch-size", type=COUNT, metavar="N", help="Sequences in a step.  [default: 512]"
@@ -50,6 +63,7 @@ _LOSS_NORM = click.option(
 
 def planning_options(
     *,
+    devices: _Option,
     stages: _Option,
     memory: _Option,
     steps: _Option,
@@ -61,8 +75,11 @@ def planning_options(
         _DATASET,
         _PROFILE,
         output,
+        devices,
         stages,
+        _SEQUENCE_PARALLEL,
         _REPLICAS,
+        _DEVICES_PER_NODE,
         memory,
         _BATCH_SIZE,
         _MAX_LENGTH,
@@ -85,16 +102,18 @@ def planning_options(
 @click.command("compile")
 @planning_options(
     output=click.option("-o", "--output", type=PATH, default="plan.msgpack", help="Plan to write."),
-    stages=click.option(
-        "--stages",
+    devices=click.option(
+        "--devices",
         type=COUNT,
         metavar="N",
-        help="Pipeline stages.  [default: the profile's devices]",
+        help="Devices to use, all of them: stages x sequence parallelism x replicas. What is not "
+        "given of these is searched.  [default: the profile's, or as many as what is given takes]",
     ),
+    stages=click.option("--stages", type=COUNT, metavar="N", help="Pipeline stages."),
     memory=click.option(
         "--memory",
         type=MemoryLimits(),
-        help="Limit of each stage: 80GiB, or one each: 40GiB,80GiB.",
+        help="Limit of a device of each stage: 80GiB, or one each: 40GiB,80GiB.",
     ),
     steps=click.option(
         "--steps",
@@ -114,8 +133,11 @@ def compile_(
     dataset: Path,
     profile_path: Path,
     output: Path,
+    devices: int | None,
     stages: int | None,
-    replicas: int,
+    sequence_parallel: int | None,
+    replicas: int | None,
+    devices_per_node: int | None,
     memory: tuple[int, ...] | None,
     batch_size: int | None,
     max_length: int | None,
@@ -126,18 +148,22 @@ def compile_(
     workers: int | None,
     resume: bool,
 ) -> None:
-    """Plan every step of training on DATASET.
+    """Plan every step of training on DATASET, on the layout that is fastest for a sample of it.
 
     DATASET is JSON Lines, plain or gzip. A line has "text", or "input_ids" and perhaps "labels", or
     only "length".
     """
     from infinipipe.files import check_output
-    from infinipipe.planner import CompileOptions, compile_plan
+    from infinipipe.planner import CompileOptions, choose_layout, compile_plan
     from infinipipe.profiles import read_profile
+    from infinipipe.reports.layouts import search_table
 
     options = CompileOptions(
+        num_devices=devices,
         num_stages=stages,
+        sequence_parallel=sequence_parallel,
         num_replicas=replicas,
+        devices_per_node=devices_per_node,
         memory_limit_bytes=memory,
         batch_size=batch_size,
         num_steps=steps,
@@ -149,6 +175,11 @@ def compile_(
     profile = read_profile(profile_path)
     rows = _open_dataset(dataset, profile, max_length)
     num_workers = workers or len(os.sched_getaffinity(0))
+    with progress_bar("layouts") as progress:
+        layout, search = choose_layout(rows, profile, options, progress, num_workers)
+    if search is not None:
+        say_tables(search_table(search))
+    options = options.with_layout(layout)
     with progress_bar("compile") as progress:
         began = time.monotonic()
         try:
@@ -163,6 +194,12 @@ def compile_(
 
 @click.command()
 @planning_options(
+    devices=click.option(
+        "--devices",
+        type=Counts(),
+        help="Search the layouts of so many devices, or of several choices: 8,16. Every system is "
+        "shown on its best one.",
+    ),
     stages=click.option(
         "--stages",
         type=Counts(),
@@ -182,13 +219,16 @@ def compile_(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print a list with an object per policy instead of tables.",
+    help="Print a list with an object per policy, or per layout, instead of tables.",
 )
 def compare(
     dataset: Path,
     profile_path: Path,
+    devices: tuple[int, ...] | None,
     stages: tuple[int, ...] | None,
-    replicas: int,
+    sequence_parallel: int | None,
+    replicas: int | None,
+    devices_per_node: int | None,
     memory: tuple[int, ...] | None,
     batch_size: int | None,
     max_length: int | None,
@@ -200,14 +240,18 @@ def compare(
 ) -> None:
     """Plan the same steps of DATASET with several policies and compare them by simulation.
 
-    Several choices of --stages and --memory make a grid.
+    Several choices of --stages and --memory make a grid. With --devices, layouts are compared, and
+    systems that only the simulator knows are among the rivals.
     """
-    from infinipipe.planner import CompileOptions, compare_grid
+    from infinipipe.planner import CompileOptions, compare_grid, compare_systems
     from infinipipe.profiles import read_profile
     from infinipipe.reports.compared import compare_rows, compare_tables
+    from infinipipe.reports.layouts import contest_rows, contest_tables
 
     options = CompileOptions(
+        sequence_parallel=sequence_parallel,
         num_replicas=replicas,
+        devices_per_node=devices_per_node,
         batch_size=batch_size,
         num_steps=steps,
         seed=seed,
@@ -215,14 +259,30 @@ def compare(
     )
     profile = read_profile(profile_path)
     rows = _open_dataset(dataset, profile, max_length)
-    names = _split_policies(policies)
-    with progress_bar("compare") as progress:
-        cells = compare_grid(rows, profile, options, stages or (), memory or (), names, progress)
-    say(f"{profile.model.name} on {profile.device.name}, {profile.source} profile")
+    names = _split_names(policies)
+    title = f"{profile.model.name} on {profile.device.name}, {profile.source} profile"
+    if devices is None:
+        with progress_bar("compare") as progress:
+            cells = compare_grid(
+                rows, profile, options, stages or (), memory or (), names, progress
+            )
+        say(title)
+        if as_json:
+            show_json(compare_rows(cells))
+        else:
+            show_tables(compare_tables(cells))
+        return
+    options = replace(options, num_stages=_only(stages))
+    num_workers = len(os.sched_getaffinity(0))
+    with progress_bar("layouts") as progress:
+        contests = compare_systems(
+            rows, profile, options, devices, memory or (), names, progress, num_workers
+        )
+    say(title)
     if as_json:
-        show_json(compare_rows(cells))
+        show_json(contest_rows(contests))
     else:
-        show_tables(compare_tables(cells))
+        show_tables(contest_tables(contests))
 
 
 def _open_dataset(path: Path, profile: Profile, max_length: int | None) -> Dataset:
@@ -234,11 +294,26 @@ def _open_dataset(path: Path, profile: Profile, max_length: int | None) -> Datas
         return open_dataset(path, model.tokenizer, model.vocabulary_size, max_length, progress)
 
 
-def _split_policies(names: str | None) -> tuple[str, ...]:
-    from infinipipe.planner import POLICIES
+def _only(stages: tuple[int, ...] | None) -> int | None:
+    """Return the one choice of stages, None if there is none.
 
+    Raises:
+        InputError: there are several.
+    """
+    from infinipipe.errors import InputError
+
+    if stages is None:
+        return None
+    if len(stages) > 1:
+        choices = ",".join(map(str, stages))
+        raise InputError(f"--stages {choices}: with --devices give one, or none to search them")
+    return stages[0]
+
+
+def _split_names(names: str | None) -> tuple[str, ...] | None:
+    """Return the names of a list; None for all that there are."""
     if names is None:
-        return tuple(POLICIES)
+        return None
     return tuple(name.strip() for name in names.split(","))
 
 

@@ -57,6 +57,18 @@ class Batches:
         for index, rows in enumerate(later, start=first):
             yield Batch(index, self._sequences(rows))
 
+    def sample(self, most: int) -> list[Batch]:
+        """Return at most so many steps, spread evenly over the plan."""
+        count = min(most, self._num_steps)
+        # The middle of each part.
+        middles = [(2 * part + 1) * self._num_steps // (2 * count) for part in range(count)]
+        wanted = set(middles)
+        batches = []
+        for index, rows in enumerate(self.rows_of_steps()):
+            if index in wanted:
+                batches.append(Batch(index, self._sequences(rows)))
+        return batches
+
     def longest(self) -> Batch:
         """Return the longest sequence of the plan alone, with the index of the first step that has
         it."""

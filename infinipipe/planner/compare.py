@@ -14,11 +14,19 @@ import msgspec
 from infinipipe.aliases import Progress
 from infinipipe.dataset import Dataset
 from infinipipe.errors import InfeasibleError, InputError
-from infinipipe.ir import Header, StagePrediction, Step, TimeShares, verify_header, verify_step
+from infinipipe.ir import (
+    Header,
+    Layout,
+    StagePrediction,
+    Step,
+    TimeShares,
+    verify_header,
+    verify_step,
+)
 from infinipipe.planner.batches import Batches
 from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
 from infinipipe.planner.options import CompileOptions, Request
-from infinipipe.planner.policies import POLICIES
+from infinipipe.planner.policies import ONE_STAGE, POLICIES
 from infinipipe.profiles import Profile
 
 
@@ -66,18 +74,21 @@ def compare_grid(
     options: CompileOptions,
     stages: SequenceOf[int],
     memories: SequenceOf[int],
-    policies: SequenceOf[str] = tuple(POLICIES),
+    policies: SequenceOf[str] | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Compare policies for every choice of stages and of memory.
 
-    An empty sequence of choices leaves that to `options`.
+    An empty sequence of choices leaves that to `options`. Without policies, all that plan layouts
+    of several stages are compared.
 
     Raises:
         InputError: as `compare_policies`.
     """
-    choices = _choices(options, stages, memories)
+    choices = _choices(profile, options, stages, memories)
     requests = [choice.resolve(profile, len(dataset)) for choice in choices]
+    if policies is None:
+        policies = [policy for policy in POLICIES if policy not in ONE_STAGE]
     # Neither stages nor memory move a row to another step.
     batches = draw_batches(dataset, requests[0])
     cells = []
@@ -103,12 +114,24 @@ def compare_grid(
 
 
 def _choices(
-    options: CompileOptions, stages: SequenceOf[int], memories: SequenceOf[int]
+    profile: Profile,
+    options: CompileOptions,
+    stages: SequenceOf[int],
+    memories: SequenceOf[int],
 ) -> Iterator[CompileOptions]:
-    for num_stages in stages or (options.num_stages,):
+    """Yield options for one layout each, with one rank a stage and one replica if not given."""
+    num_copies = (options.sequence_parallel or 1) * (options.num_replicas or 1)
+    num_pipelines = max(1, profile.device.num_devices // num_copies)
+    most_stages = min(num_pipelines, profile.model.num_layers)
+    for num_stages in stages or (options.num_stages or most_stages,):
+        layout = Layout(
+            num_stages=num_stages,
+            sequence_parallel=options.sequence_parallel or 1,
+            num_replicas=options.num_replicas or 1,
+        )
         for memory in memories or (None,):
             limits = options.memory_limit_bytes if memory is None else (memory,)
-            yield replace(options, num_stages=num_stages, memory_limit_bytes=limits)
+            yield replace(options.with_layout(layout), memory_limit_bytes=limits)
 
 
 def compare_policies(
@@ -135,6 +158,10 @@ def compare_policies(
     total = len(policies) * request.num_steps
     rows: list[Row | InfeasibleRow] = []
     for number, policy in enumerate(policies):
+        if policy in ONE_STAGE and request.layout.num_stages > 1:
+            reason = f"{policy} plans one stage, not {request.layout.num_stages}"
+            rows.append(InfeasibleRow(policy=policy, reason=reason))
+            continue
         mine = replace(request, policy=policy)
         header = make_header(dataset, pipeline, mine)
         verify_header(header)

@@ -19,7 +19,6 @@ from infinipipe.ir import (
     Header,
     LossNorm,
     PlanWriter,
-    Sequence,
     Step,
     loss_denominator,
     verify_header,
@@ -30,9 +29,10 @@ from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.options import CompileOptions, Request
 from infinipipe.planner.passes.partition import balanced_costs
 from infinipipe.planner.passes.recompute import Shortage
-from infinipipe.planner.passes.schedule import Schedule, empty_replica, make_replica
+from infinipipe.planner.passes.schedule import empty_replica, make_replica
 from infinipipe.planner.policies import POLICIES, Policy
 from infinipipe.planner.problem import Pipeline, Problem
+from infinipipe.planner.replicas import plan_replicas
 from infinipipe.planner.workers import ordered_map
 from infinipipe.profiles import Profile, pack_profile, profile_sha256
 from infinipipe.units import show_bytes
@@ -63,7 +63,7 @@ def compile_plan(
     batches = draw_batches(dataset, request)
     header = make_header(dataset, pipeline, request)
     verify_header(header)
-    check_longest(pipeline, request, batches)
+    check_longest(pipeline, request.policy, batches.longest())
     with PlanWriter(path, header, resume=resume) as writer:
         for step in plan_steps(pipeline, request, batches, writer.num_steps, num_workers):
             verify_step(header, step)
@@ -125,16 +125,15 @@ def make_header(dataset: Dataset, pipeline: Pipeline, request: Request) -> Heade
     )
 
 
-def check_longest(pipeline: Pipeline, request: Request, batches: Batches) -> None:
+def check_longest(pipeline: Pipeline, policy: str, longest: Batch) -> None:
     """Plan the longest sequence by itself: what cannot fit is said at once, not at its step.
 
     Raises:
         InfeasibleError: not even this sequence alone fits.
     """
-    batch = batches.longest()
-    result = POLICIES[request.policy](Problem(pipeline, batch.sequences, (0,)))
+    result = POLICIES[policy](Problem(pipeline, longest.sequences, (0,)))
     if isinstance(result, Shortage):
-        raise infeasible(pipeline, batch.index, result)
+        raise infeasible(pipeline, longest.index, result)
 
 
 def plan_steps(
@@ -167,19 +166,15 @@ def plan_step(pipeline: Pipeline, policy: Policy, batch: Batch, loss_norm: LossN
     Raises:
         InfeasibleError: no schedule was found that fits the memory limits.
     """
-    schedules: list[Schedule | None] = []
-    for members in deal(pipeline, batch.sequences):
-        if not members:
-            schedules.append(None)
-            continue
-        result = policy(Problem(pipeline, batch.sequences, members))
-        if isinstance(result, Shortage):
-            raise infeasible(pipeline, batch.index, result)
-        schedules.append(result)
-    makespan_s = max((schedule.makespan_s for schedule in schedules if schedule), default=0.0)
+    hands = plan_replicas(pipeline, policy, batch.sequences)
+    if isinstance(hands, Shortage):
+        raise infeasible(pipeline, batch.index, hands)
+    makespan_s = max(hand.makespan_s for hand in hands)
     replicas = [
-        make_replica(schedule) if schedule else empty_replica(pipeline.num_stages, makespan_s)
-        for schedule in schedules
+        make_replica(hand.schedule)
+        if hand.schedule
+        else empty_replica(pipeline.num_stages, makespan_s)
+        for hand in hands
     ]
     return Step(
         index=batch.index,
@@ -192,24 +187,6 @@ def plan_step(pipeline: Pipeline, policy: Policy, batch: Batch, loss_norm: LossN
     )
 
 
-def deal(pipeline: Pipeline, sequences: tuple[Sequence, ...]) -> list[tuple[int, ...]]:
-    """Deal sequences out to the replicas by work: the longest first, to the one with least so far.
-
-    Return the indices of each replica's sequences.
-    """
-    num_replicas = pipeline.num_replicas
-    everyone = range(len(sequences))
-    if num_replicas == 1:
-        return [tuple(everyone)]
-    hands: list[list[int]] = [[] for _ in range(num_replicas)]
-    totals = [0.0] * num_replicas
-    for member in sorted(everyone, key=lambda m: (-sequences[m].length, m)):
-        least = min(range(num_replicas), key=lambda replica: (totals[replica], replica))
-        hands[least].append(member)
-        totals[least] += pipeline.costs.work.between(0, sequences[member].length)
-    return [tuple(sorted(hand)) for hand in hands]
-
-
 def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> InfeasibleError:
     """Say which stage needs how much, and what would help."""
     limit = pipeline.limits[shortage.stage]
@@ -220,9 +197,11 @@ def infeasible(pipeline: Pipeline, index: int, shortage: Shortage) -> Infeasible
             f"tokens than kernels can index, {most:,}; choose another --policy, or lower "
             "--max-length"
         )
-    return InfeasibleError(
+    error = InfeasibleError(
         f"step {index} does not fit: stage {shortage.stage} needs "
         f"{show_bytes(shortage.bytes_needed)} in the best plan found, "
         f"{show_bytes(shortage.missing)} more than its limit of {show_bytes(limit)}; "
-        "raise --memory or --stages, or lower --max-length"
+        "raise --memory or --devices, or lower --max-length"
     )
+    error.missing_bytes = shortage.missing
+    return error

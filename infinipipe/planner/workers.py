@@ -24,37 +24,66 @@ More of it would keep them busy for longer, but every finished result waits in m
 """
 
 
+class Workers:
+    """Processes that run pure functions; use it in a `with` statement.
+
+    Args:
+        num_workers: with one, all runs in this process.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Workers:
+        if self._num_workers > 1:
+            # Spawned, not forked: a fork copies locks that another thread holds, and nobody
+            # unlocks them.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                self._num_workers, context, initializer=_ignore_interrupts
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Yield `function(task)` for every task in order, whatever the number of workers.
+
+        Raises:
+            RunError: a worker died. What the function raises comes through as it is.
+        """
+        pool = self._pool
+        if pool is None:
+            yield from map(function, tasks)
+            return
+        waiting: deque[Future[Result]] = deque()
+        source = iter(tasks)
+        try:
+            for task in islice(source, _AHEAD * self._num_workers):
+                waiting.append(pool.submit(function, task))
+            while waiting:
+                yield waiting.popleft().result()
+                for task in islice(source, 1):
+                    waiting.append(pool.submit(function, task))
+        except BrokenProcessPool:
+            raise RunError(
+                "a planning process died; if memory ran out, compile again with fewer --workers"
+            ) from None
+
+
 def ordered_map(
     function: Callable[[Task], Result], tasks: Iterable[Task], num_workers: int
 ) -> Iterator[Result]:
-    """Yield `function(task)` for every task in order, whatever the number of workers.
-
-    With one worker, all runs in this process.
+    """Yield `function(task)` for every task in order, in processes for this call alone.
 
     Raises:
-        RunError: a worker died. What the function raises comes through as it is.
+        RunError: as `Workers.map`.
     """
-    if num_workers == 1:
-        yield from map(function, tasks)
-        return
-    waiting: deque[Future[Result]] = deque()
-    source = iter(tasks)
-    # Spawned, not forked: a fork copies locks that another thread holds, and nobody unlocks them.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_ignore_interrupts)
-    try:
-        for task in islice(source, _AHEAD * num_workers):
-            waiting.append(pool.submit(function, task))
-        while waiting:
-            yield waiting.popleft().result()
-            for task in islice(source, 1):
-                waiting.append(pool.submit(function, task))
-    except BrokenProcessPool:
-        raise RunError(
-            "a planning process died; if memory ran out, compile again with fewer --workers"
-        ) from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with Workers(num_workers) as workers:
+        yield from workers.map(function, tasks)
 
 
 def _ignore_interrupts() -> None:

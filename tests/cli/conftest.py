@@ -9,6 +9,9 @@ import pytest
 from infinipipe.cli import run_command
 from tests.command_line import Call, write_texts
 
+TWO_STAGES = ("--stages", 2, "--devices", 2)
+"""A layout of one pipeline, though the profile's machine has more devices."""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -22,6 +25,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def plan(folder: Path, call: Call) -> Path:
     """Return a plan of the folder's dataset."""
-    code, out, _ = call("compile", "dataset.jsonl", "--stages", 2, "--batch-size", 4)
+    code, out, _ = call("compile", "dataset.jsonl", *TWO_STAGES, "--batch-size", 4)
     assert (code, out) == (0, "")
     return folder / "plan.msgpack"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import TWO_STAGES
 from tests.command_line import Call, assert_refused, write_dataset
 
 
@@ -44,7 +45,7 @@ def test_compile_refuses_bad_lines(
         ("compile dataset.jsonl -p dataset.jsonl", ["not a profile", "infinipipe profile"]),
         ("compile dataset.jsonl --memory 1MiB", ["stage 0 needs", "1.00 MiB", "--memory"]),
         (
-            "compile dataset.jsonl --stages 2 --memory 1GiB,4MiB",
+            "compile dataset.jsonl --stages 2 --devices 2 --memory 1GiB,4MiB",
             ["stage 1", "4.00 MiB", "--memory"],
         ),
         (
@@ -118,7 +119,7 @@ def test_a_failed_compile_keeps_the_plan_that_was_there(
 
 def test_compile_reports_the_data_and_how_it_was_cut(folder: Path, call: Call) -> None:
     code, out, err = call(
-        "compile", "dataset.jsonl", "--stages", 2, "--max-length", 1000, "--batch-size", 6
+        "compile", "dataset.jsonl", *TWO_STAGES, "--max-length", 1000, "--batch-size", 6
     )
     assert (code, out) == (0, "")
     for line in (
@@ -132,7 +133,7 @@ def test_compile_reports_the_data_and_how_it_was_cut(folder: Path, call: Call) -
 
 
 def test_compile_says_how_long_it_planned_and_which_search_won(folder: Path, call: Call) -> None:
-    code, _, err = call("compile", "dataset.jsonl", "--stages", 2, "--policy", "1f1b")
+    code, _, err = call("compile", "dataset.jsonl", *TWO_STAGES, "--policy", "1f1b")
     assert code == 0
     assert re.search(r"planned +in [\d.]+ s; by 1f1b \d+", err)
     _, out, _ = call("inspect", "plan.msgpack")
@@ -152,7 +153,7 @@ def test_an_interrupt_is_no_traceback(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("infinipipe.planner.compile_plan", interrupt)
-    code, out, err = call("compile", "dataset.jsonl")
+    code, out, err = call("compile", "dataset.jsonl", *TWO_STAGES)
     assert (code, out) == (130, "")
     assert err.strip() == "plan.msgpack: interrupted; the same command with --resume goes on"
     assert not (folder / "plan.msgpack").exists()

@@ -35,5 +35,5 @@ def test_run_refuses(
 
 def test_lengths_can_be_planned_but_not_run(folder: Path, call: Call) -> None:
     write_dataset(folder / "lengths.jsonl", *({"length": 40 * n} for n in LENGTHS))
-    assert call("compile", "lengths.jsonl", "--stages", 4)[0] == 0
+    assert call("compile", "lengths.jsonl", "--stages", 4, "--devices", 4)[0] == 0
     assert_refused(call, folder, "run plan.msgpack", "plan.msgpack", "lengths")

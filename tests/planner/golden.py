@@ -53,6 +53,12 @@ class Input(NamedTuple):
         more = "".join(self.more).replace("--", " ")
         return f"{self.model} {data}, {self.stages} stages of {self.memory}{more}"
 
+    @property
+    def num_devices(self) -> int:
+        """One for each stage of each replica."""
+        options = dict(zip(self.more[::2], self.more[1::2], strict=True))
+        return self.stages * int(options.get("--replicas", "1"))
+
 
 INPUTS = (
     Input("tiny", MEASURED, "wikipedia", 24, 3072, 12, 2, "64MiB"),
@@ -131,10 +137,11 @@ def plan_digests(given: Input, policy: str) -> Digests:
 
 def _compile(given: Input, policy: str) -> None:
     stages = ("--stages", str(given.stages), "--memory", given.memory)
+    layout = ("--devices", str(given.num_devices), "--sequence-parallel", "1")
     batches = ("--batch-size", str(given.batch_size))
     # One worker: the tests, and `all_digests`, keep the cores busy with other plans.
     how = ("--policy", policy, "--workers", "1")
-    _command("compile", "lengths.jsonl", *stages, *batches, *how, *given.more)
+    _command("compile", "lengths.jsonl", *stages, *layout, *batches, *how, *given.more)
 
 
 def _sha256(data: bytes) -> str:

@@ -247,7 +247,7 @@ def test_ten_thousand_short_and_one_long_at_the_end_fail_before_any_step_is_plan
     found = re.fullmatch(
         r"step (\d+) does not fit: stage (\d) needs ([\d.]+) MiB in the best plan found, "
         r"([\d.]+) (\w+) more than its "
-        r"limit of ([\d.]+) MiB; raise --memory or --stages, or lower --max-length",
+        r"limit of ([\d.]+) MiB; raise --memory or --devices, or lower --max-length",
         str(failure.value),
     )
     assert found

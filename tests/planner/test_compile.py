@@ -19,7 +19,8 @@ from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Layout, Step, open_plan, verify_header, verify_plan, verify_step
 from infinipipe.planner import CompileOptions, compile_plan
-from infinipipe.planner.compile import deal, draw_batches, make_header, make_pipeline, plan_steps
+from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
+from infinipipe.planner.replicas import deal
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.toys import (
@@ -202,16 +203,15 @@ def test_loss_norms(tmp_path: Path) -> None:
 
 def test_defaults_come_from_the_profile_and_the_dataset() -> None:
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
-    request = CompileOptions().resolve(profile, 10_000)
-    assert request.layout == Layout(num_stages=8)
-    assert request.limits == (77 * 2**30,) * 8
+    fixed = {"num_stages": 2, "sequence_parallel": 2}
+    request = CompileOptions(**fixed).resolve(profile, 10_000)
+    assert request.layout == Layout(num_stages=2, sequence_parallel=2, num_replicas=2)
+    assert request.limits == (77 * 2**30,) * 2
     assert (request.batch_size, request.num_steps) == (512, 20)
-    assert CompileOptions().resolve(toy_profile(6), 10_000).layout == Layout(num_stages=6)
-    few = CompileOptions().resolve(profile, 10)
+    few = CompileOptions(**fixed).resolve(profile, 10)
     assert (few.batch_size, few.num_steps) == (10, 1)
-    given_ones = CompileOptions(batch_size=4, num_steps=9, num_replicas=2).resolve(profile, 10)
+    given_ones = CompileOptions(**fixed, batch_size=4, num_steps=9).resolve(profile, 10)
     assert (given_ones.batch_size, given_ones.num_steps) == (4, 9)
-    assert given_ones.layout == Layout(num_stages=8, num_replicas=2)
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,9 @@ def test_defaults_come_from_the_profile_and_the_dataset() -> None:
     [
         ({"num_stages": 0}, "--stages 0: at least 1 is needed"),
         ({"num_replicas": 0}, "--replicas 0: at least 1"),
+        ({"num_devices": 0}, "--devices 0: at least 1"),
+        ({"sequence_parallel": 0}, "--sequence-parallel 0: at least 1"),
+        ({"devices_per_node": 0}, "--devices-per-node 0: at least 1"),
         ({"batch_size": -1}, "--batch-size -1: at least 1"),
         ({"num_steps": 0}, "--steps 0: at least 1"),
         ({"seed": -1}, "--seed -1: a number from 0 up"),

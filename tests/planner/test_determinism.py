@@ -19,7 +19,18 @@ from infinipipe.profiles import read_model, write_profile
 from infinipipe.profiles.analytic import analytic_profile
 from tests.processes import finish, run_python, start_python, wait_until
 
-OPTIONS = ("--stages", "4", "--memory", "80GiB", "--batch-size", "24", "--seed", "5")
+OPTIONS = (
+    "--devices",
+    "4",
+    "--stages",
+    "4",
+    "--memory",
+    "80GiB",
+    "--batch-size",
+    "24",
+    "--seed",
+    "5",
+)
 COMPILE = ("compile", "dataset.jsonl", *OPTIONS)
 
 # A compile that waits for a signal once three of its eight steps are in the file.

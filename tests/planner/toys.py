@@ -45,7 +45,7 @@ _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 def toy_profile(num_layers: int = 6) -> Profile:
     """Return a profile in which one token of one layer takes 1 s in F and 2 s in B.
 
-    Attention and overhead take some as well.
+    Attention and overhead take some as well. Its machine has one device.
     """
     model = model_from_config("tiny", PRESETS["tiny"] | {"num_hidden_layers": num_layers})
     profile = analytic_profile(model, "a800-80g")
@@ -79,8 +79,11 @@ def toy_profile(num_layers: int = 6) -> Profile:
         links=msgspec.structs.replace(
             profile.times.links, transfer_s=Line(constant=0.05, rate=0.0001)
         ),
+        links_between=None,
     )
-    return msgspec.structs.replace(profile, times=times)
+    # As many devices as what is given of a layout takes.
+    device = msgspec.structs.replace(profile.device, num_devices=1)
+    return msgspec.structs.replace(profile, times=times, device=device)
 
 
 def toy_sequences(lengths: SequenceOf[int]) -> tuple[Sequence, ...]:

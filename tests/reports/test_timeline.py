@@ -138,7 +138,7 @@ def test_torch_loads_the_csv_of_each_replica_of_a_compiled_plan(
         "".join(f'{{"length": {n}}}\n' for n in (900, 20, 31, 45, 2500, 60, 18, 75))
     )
     assert run_command(["profile", "--analytic", "a100-80g"]) == 0
-    arguments = ["--stages", "2", "--replicas", "2", "--policy", "1f1b"]
+    arguments = ["--stages", "2", "--replicas", "2", "--devices", "4", "--policy", "1f1b"]
     assert run_command(["compile", "data.jsonl", *arguments]) == 0
     with open_plan(tmp_path / "plan.msgpack") as reader:
         replicas = reader.step(0).replicas

@@ -8,6 +8,7 @@ from infinipipe.planner.passes.schedule import Result
 from infinipipe.planner.policies.baselines import (
     plan_1f1b,
     plan_chunkflow,
+    plan_deepspeed,
     plan_gpipe,
     plan_seq1f1b,
     plan_terapipe,
@@ -16,7 +17,7 @@ from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Problem
 
-__all__ = ["DEFAULT_POLICY", "POLICIES", "Policy"]
+__all__ = ["DEFAULT_POLICY", "ONE_STAGE", "POLICIES", "Policy"]
 
 Policy = Callable[[Problem], Result]
 """Plans a problem with at least one member; a shortage names the stage that came closest to its
@@ -30,5 +31,8 @@ POLICIES: dict[str, Policy] = {
     "terapipe": plan_terapipe,
     "seq1f1b": plan_seq1f1b,
     "chunkflow": plan_chunkflow,
+    "deepspeed": plan_deepspeed,
 }
+ONE_STAGE = frozenset({"deepspeed"})
+"""Policies that plan layouts of one stage only."""
 DEFAULT_POLICY = "epp"

@@ -71,13 +71,13 @@ class _Setting(NamedTuple):
 def plan_gpipe(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """GPipe (Huang et al. 2019): whole sequences packed by tokens; all F, then all B, in as many
     rounds as needed."""
-    settings = _flushed(problem, _packed(problem))
+    settings = _flushed(problem, _packed(problem, _context_tokens(problem)))
     return _best(problem, "gpipe", settings, incumbent)
 
 
 def plan_1f1b(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """1F1B as in DAPPLE (Fan et al. 2020): whole sequences packed by tokens, F and B alternate."""
-    settings = _windowed(problem, _packed(problem))
+    settings = _windowed(problem, _packed(problem, _context_tokens(problem)))
     return _best(problem, "1f1b", settings, incumbent)
 
 
@@ -101,6 +101,21 @@ def plan_chunkflow(problem: Problem, incumbent: Result = NOTHING) -> Result:
     activations."""
     settings = _chunkflow(problem)
     return _best(problem, "chunkflow", settings, incumbent)
+
+
+def plan_deepspeed(problem: Problem, incumbent: Result = NOTHING) -> Result:
+    """DeepSpeed-Ulysses (Jacobs et al. 2023): one stage, all ranks of which share every sequence,
+    and ZeRO: micro-batches of whole sequences packed by tokens, of any size that holds the longest
+    one of the step.
+
+    How many ranks share a sequence is the layout's to say. Left out: ZeRO-2 and ZeRO-3, which
+    would spare gradients and parameters for traffic in every micro-batch, and offloading to the
+    host.
+    """
+    assert problem.pipeline.num_stages == 1, "the system has one stage"
+    longest = int(problem.lengths.max())
+    settings = _windowed(problem, _packed(problem, longest))
+    return _best(problem, "deepspeed", settings, incumbent)
 
 
 def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result) -> Result:
@@ -130,16 +145,15 @@ def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Res
     return best
 
 
-def _packed(problem: Problem) -> Iterator[_Cut]:
-    """Yield packs of whole sequences, none of more tokens than a micro-batch, or than its even
-    share has if that is more."""
-    context = _context_tokens(problem)
+def _packed(problem: Problem, least_tokens: int) -> Iterator[_Cut]:
+    """Yield packs of whole sequences, none of more tokens than a micro-batch has at least, or than
+    its even share has if that is more."""
     most = problem.pipeline.costs.max_chunk_tokens
     if problem.lengths.max() > most:
         return iter(())
 
     def cut(size: float) -> Chunks:
-        target = max(size, context)
+        target = max(size, least_tokens)
         max_tokens = min(most, int(target))
         return cut_chunks(problem, TOKENS, target, max_tokens)
 

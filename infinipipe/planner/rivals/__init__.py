@@ -1,0 +1,1 @@
+"""Published systems whose plans no layout can express: they are priced, and cannot run."""
