@@ -41,6 +41,8 @@ _MOST_ELEMENTS = 2**31 - 1
 _LEAST_OVERHEAD_S = 1e-9
 # Gradients are added up in float32, whatever parameters and activations are in.
 _GRADIENT_BYTES = 4
+# What decays and what does not is exchanged apart; and so is a tied weight.
+_PARTS = 2
 
 
 class CostModel:
@@ -178,27 +180,33 @@ class CostModel:
         """Return the seconds in which the ranks that hold a stage come to equal parameters again.
 
         Gradients are added up, of which each rank gets its part, and when it has updated its part
-        of the parameters it hands them out. Before that the two copies of a tied weight add up
-        their gradients.
+        of the parameters it hands them out. In between the copies of a tied weight add up theirs.
         """
         times = self.profile.times
         num_parameters = self._parameters(stage_index)
         gradient_bytes = _GRADIENT_BYTES * num_parameters
         parameter_bytes = ELEMENT_BYTES[self.profile.dtype] * num_parameters
         copies = copies_group(self.layout, stage_index)
-        seconds = _line_at(reduce_scatter_line(times, copies), gradient_bytes)
-        seconds += _line_at(all_gather_line(times, copies), parameter_bytes)
+        scatter = reduce_scatter_line(times, copies)
+        gather = all_gather_line(times, copies)
+        is_tied = self._has_tied_copy(stage_index)
+        num_parts = _PARTS + 1 if is_tied else _PARTS
+        seconds = num_parts * (scatter.constant + gather.constant)
+        seconds += scatter.rate * gradient_bytes + gather.rate * parameter_bytes
+        return seconds + self._tied_sync_s() if is_tied else seconds
+
+    def _has_tied_copy(self, stage_index: int) -> bool:
+        """Whether a stage holds a tied weight of which another holds a copy."""
         stage = self.stages[stage_index]
-        # A stage with both ends has one copy.
-        if self.model.tied and stage.embedding != stage.head:
-            seconds += self._tied_sync_s()
-        return seconds
+        return self.model.tied and stage.embedding != stage.head
 
     def _tied_sync_s(self) -> float:
         """Return the seconds in which two copies of a tied weight add up their gradients."""
         times = self.profile.times
         pair = tied_pair(self.layout)
-        num_bytes = _GRADIENT_BYTES * self.model.embedding_parameters
+        # Each rank of a stage does so for its part.
+        num_parameters = self.model.embedding_parameters / self.layout.num_copies
+        num_bytes = _GRADIENT_BYTES * num_parameters
         # To add up and to know the whole sum is to add up parts and to hand them out.
         seconds = _line_at(reduce_scatter_line(times, pair), num_bytes)
         return seconds + _line_at(all_gather_line(times, pair), num_bytes)

@@ -12,13 +12,29 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from infinipipe.costs.links import all_to_all_line, sequence_group
-from infinipipe.ir import Layout, Model
+from infinipipe.ir import DType, Layout, Model
 from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 """By the dtype of parameters and activations."""
 _EXCHANGES = 4
 """Of a layer's F: Q, K, V and the output; and of its B: their gradients."""
+
+
+def query_bytes(model: Model, dtype: DType) -> int:
+    """Return the bytes of Q, and of attention's output, of a token."""
+    return ELEMENT_BYTES[dtype] * model.num_heads * model.head_dim
+
+
+def exchanged_bytes(model: Model, dtype: DType, num_ranks: int) -> int:
+    """Return the bytes that all ranks hold of a token when a layer's attention exchanges it.
+
+    These are Q and the output, and K and V, which are repeated where there are fewer heads of them
+    than ranks.
+    """
+    kv_heads = max(model.num_kv_heads, num_ranks)
+    kv = ELEMENT_BYTES[dtype] * kv_heads * model.head_dim
+    return 2 * query_bytes(model, dtype) + 2 * kv
 
 
 def sharded_profile(profile: Profile, layout: Layout) -> Profile:
@@ -101,10 +117,13 @@ class _Ranks:
         """Return the bytes of a rank."""
         sizes = self._profile.bytes
         left = sizes.layer_split_per_token
+        # A tensor of its own on either side of an exchange: of the output, which attention keeps
+        # and so does the product after it, and of the output's gradient while attention runs.
+        exchanged = query_bytes(self._profile.model, self._profile.dtype)
         return replace(
             sizes,
             activation_per_token=sizes.activation_per_token / self._num,
-            layer_full_per_token=sizes.layer_full_per_token / self._num,
+            layer_full_per_token=(sizes.layer_full_per_token + exchanged) / self._num,
             layer_kv_per_token=sizes.layer_kv_per_token * self._kv_share,
             layer_kv_grad_per_token=sizes.layer_kv_grad_per_token * self._kv_share,
             chunk_per_token=sizes.chunk_per_token / self._num,
@@ -113,7 +132,7 @@ class _Ranks:
             layer_forward_peak=self._line(sizes.layer_forward_peak),
             recompute_forward_peak=self._line(sizes.recompute_forward_peak),
             layer_backward_peak=self._line(sizes.layer_backward_peak),
-            slice_backward_per_token=sizes.slice_backward_per_token / self._num,
+            slice_backward_per_token=(sizes.slice_backward_per_token + exchanged) / self._num,
             context_per_token=sizes.context_per_token * self._kv_share,
             embedding_backward_peak=self._line(sizes.embedding_backward_peak),
             head_forward_peak=self._line(sizes.head_forward_peak),
@@ -126,14 +145,3 @@ class _Ranks:
     def _line(self, line: Line) -> Line:
         """Return what a rank's tokens take, by those of the chunk; weights are whole."""
         return replace(line, rate=line.rate / self._num)
-
-
-def exchanged_bytes(model: Model, dtype: str, num_ranks: int) -> float:
-    """Return the bytes that all ranks hold of a token when a layer's attention exchanges it.
-
-    These are Q and the output, and K and V, which are repeated where there are fewer heads of them
-    than ranks.
-    """
-    query = model.num_heads * model.head_dim
-    kv = max(model.num_kv_heads, num_ranks) * model.head_dim
-    return float(ELEMENT_BYTES[dtype] * 2 * (query + kv))

@@ -5,6 +5,7 @@ from infinipipe.ir.file.store import PlanReader, PlanWriter, open_plan
 from infinipipe.ir.ops import TRAITS, Direction, Held, Traits
 from infinipipe.ir.plan import (
     FORMAT_VERSION,
+    ONE_NODE,
     Chunk,
     DatasetInfo,
     DType,
@@ -32,6 +33,7 @@ from infinipipe.ir.verify import verify_header, verify_step
 
 __all__ = [
     "FORMAT_VERSION",
+    "ONE_NODE",
     "TRAITS",
     "Chunk",
     "DType",

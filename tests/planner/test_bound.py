@@ -18,7 +18,7 @@ from infinipipe.aliases import Floats
 from infinipipe.costs import CostedChunks, CostModel, PackedProgram, simulate
 from infinipipe.costs.rates import SizeRates
 from infinipipe.errors import InfeasibleError
-from infinipipe.ir import Chunk, Layout, Op, OpKind, Sequence, Slice, chunk_chains
+from infinipipe.ir import ONE_NODE, Chunk, Layout, Op, OpKind, Sequence, Slice, chunk_chains
 from infinipipe.ir.rules.deadlock import find_deadlock
 from infinipipe.planner import POLICIES
 from infinipipe.planner.batches import Batch
@@ -551,13 +551,27 @@ def one_program(forwards: list[int], backwards: list[int], ahead: int) -> Iterat
     counts=st.sampled_from([[6], [3, 3], [2, 2, 2], [1, 2, 3]]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     room=st.sampled_from([ROOMY, 300_000, 150_000, 60_000]),
-    num_replicas=st.integers(1, 3),
+    replicas_and_ranks=st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (1, 4), (2, 2)]),
+    devices_per_node=st.sampled_from([1, 2, 3, ONE_NODE]),
 )
 def test_no_policy_beats_the_bound(
-    policy: str, profile: int, counts: list[int], lengths: list[int], room: int, num_replicas: int
+    policy: str,
+    profile: int,
+    counts: list[int],
+    lengths: list[int],
+    room: int,
+    replicas_and_ranks: tuple[int, int],
+    devices_per_node: int,
 ) -> None:
+    """On any layout: ranks that share sequences, and slow links between some stages."""
     problem = problem_of(PROFILES[profile], lengths, counts, room)
-    layout = Layout(num_stages=len(counts), num_replicas=num_replicas)
+    num_replicas, num_ranks = replicas_and_ranks
+    layout = Layout(
+        num_stages=len(counts),
+        sequence_parallel=num_ranks,
+        num_replicas=num_replicas,
+        devices_per_node=devices_per_node,
+    )
     costs = problem.pipeline.costs
     costs = CostModel(costs.profile, layout, costs.stages, costs.logits_tokens)
     pipeline = replace(problem.pipeline, costs=costs)

@@ -64,6 +64,16 @@ def toy_profile(num_layers: int = 6) -> Profile:
     def ends(scale: float) -> Curve:
         return Curve(tokens=(1, 64), seconds=(scale, 64 * scale))
 
+    def links(latency_s: float) -> Links:
+        line = Line(constant=latency_s, rate=0.002 * latency_s)
+        return Links(
+            transfer_s=line,
+            all_to_all_s=line,
+            reduce_scatter_s=line,
+            all_gather_s=line,
+            num_ranks=8,
+        )
+
     times = msgspec.structs.replace(
         profile.times,
         layer_forward=layer(1),
@@ -76,10 +86,8 @@ def toy_profile(num_layers: int = 6) -> Profile:
         head_forward=ends(0.5),
         head_backward=ends(0.1),
         optimizer_s=Line(constant=1.0, rate=0.0),
-        links=msgspec.structs.replace(
-            profile.times.links, transfer_s=Line(constant=0.05, rate=0.0001)
-        ),
-        links_between=None,
+        links=links(0.05),
+        links_between=links(0.2),
     )
     # As many devices as what is given of a layout takes.
     device = msgspec.structs.replace(profile.device, num_devices=1)
