@@ -17,7 +17,7 @@ from infinipipe.measure.survey import OutOfMemory
 from infinipipe.profiles import Bytes, Line
 from infinipipe.runtime.attention import KVStore
 from infinipipe.runtime.memory import CpuMemory, CudaMemory
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import Optimizer
 
 SMALL = 512
 """Tokens of the smaller chunk; see `LARGE`."""
@@ -192,16 +192,12 @@ class Footprint:
 
     def _static_per_parameter(self) -> int:
         """Return the bytes of a parameter, its gradient and its optimizer state."""
-        parameters = self._bench.stage_model.global_parameters()
-        optimizer = make_optimizer(parameters, lr=0.0)
-        num_bytes = 0
-        for parameter in parameters.values():
-            tensors = [parameter, parameter.grad, *optimizer.state[parameter].values()]
-            # The count of steps is a tensor too, one for each parameter, and no part of its size.
-            sized = [tensor for tensor in tensors if tensor is not None and tensor.ndim > 0]
-            # Not their storages': all gradients have one.
-            num_bytes += sum(tensor.nbytes for tensor in sized)
-        return num_bytes // sum(parameter.numel() for parameter in parameters.values())
+        flat = self._bench.stage_model.flat
+        state = Optimizer(flat, None, lr=0.0).state_tensors()
+        # The counts of steps are tensors too, one for each part, and no matter of its size.
+        sized = [tensor for tensor in state if tensor.ndim > 0]
+        tensors = [flat.parameters, flat.gradients, *sized]
+        return sum(tensor.nbytes for tensor in tensors) // flat.parameters.numel()
 
 
 def _larger_forward_peak(whole: _Counts, later: _Counts) -> Line:
