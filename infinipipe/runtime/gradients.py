@@ -47,11 +47,11 @@ class Gradients:
     def sum_over_ranks(self) -> None:
         """Add up every gradient over the ranks that hold its weight."""
         if self._tied is not None:
-            # One sum over both copies of a tied weight and all replicas at once; the two copies
-            # then take the same update.
+            # First over the two copies of a tied weight in each pipeline; then all copies of it,
+            # at both ends, have the same sum and take the same update.
             dist.all_reduce(self._tied_gradient(), group=self._tied)
         if self._copies is not None:
-            for part in self._parts_without_tied():
+            for part in self._parts():
                 dist.all_reduce(part, group=self._copies)
 
     def totals(self, loss: Tensor) -> Totals:
@@ -80,14 +80,14 @@ class Gradients:
         assert self._tied_name is not None
         return self._by_name()[self._tied_name]
 
-    def _parts_without_tied(self) -> list[Tensor]:
-        """Return what replicas add up: the whole buffer, but for a weight that is tied."""
+    def _parts(self) -> list[Tensor]:
+        """Return what copies add up: a tied weight apart, so that both ends add it up alike."""
         if self._tied_name is None:
             return [self._buffer]
         tied = self._tied_gradient()
         first = tied.storage_offset()
-        parts = [self._buffer[:first], self._buffer[first + tied.numel() :]]
-        return [part for part in parts if part.numel()]
+        sizes = [first, tied.numel(), self._buffer.numel() - first - tied.numel()]
+        return [part for part in self._buffer.split(sizes) if part.numel()]
 
     def _by_name(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}

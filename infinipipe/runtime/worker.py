@@ -49,12 +49,12 @@ class Worker:
         self._device = open_device(run.device_kind)
         self._agree_on_plan()
         self._rows = self._open_rows()
-        groups = Groups(self._ranks, run.device_kind, tied=self._header.model.tied)
+        groups = Groups(self._ranks, tied=self._header.model.tied)
         model = self._build_model()
         self._parameters = model.global_parameters()
         self._gradients = Gradients(model, self._ranks, groups)
         self._optimizer = make_optimizer(self._parameters, run.options.lr)
-        transport = DistributedTransport(self._ranks.neighbours, groups.channels, self._device)
+        transport = DistributedTransport(groups.before, groups.after, self._device)
         self._executor = Executor(self._header, self._ranks.stage_index, model, transport)
 
     def train(self) -> None:
