@@ -52,9 +52,7 @@ class Bench:
         self.block_tokens = logits_tokens(model.vocabulary_size)
         """Tokens whose logits exist at a time."""
 
-    def _make_stage_model(
-        self, num_layers: int, *, ends: bool, num_shards: int = 1
-    ) -> StageModel:
+    def _make_stage_model(self, num_layers: int, *, ends: bool, num_shards: int = 1) -> StageModel:
         stage = Stage(first_layer=0, num_layers=num_layers, embedding=ends, head=ends)
         model = _with_layers(self.model, num_layers)
         with memory_errors():

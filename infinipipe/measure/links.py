@@ -16,7 +16,7 @@ from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
 from infinipipe.profiles import Line
 from infinipipe.runtime.launch import worker_environment
-from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
+from infinipipe.runtime.ranks import Channel, Groups, Ranks
 from infinipipe.runtime.transport import DistributedTransport
 
 _ELEMENT_BYTES = 4
@@ -57,13 +57,12 @@ def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> L
     """
     worker_environment(rank)
     device = _connect(rank, device_type, num_ranks, store)
-    channels = channel_groups()
+    groups = Groups(Ranks(Layout(num_stages=2), rank), tied=False)
     all_to_all_s = _fit(lambda size: _all_to_all_seconds(size, num_ranks, device))
     all_reduce_s = _fit(lambda size: _all_reduce_seconds(size, device))
     transfer_s = _NO_SECONDS
     if rank < 2:
-        neighbours = Ranks(Layout(num_stages=2), rank).neighbours
-        transport = DistributedTransport(neighbours, channels, device)
+        transport = DistributedTransport(groups.before, groups.after, device)
         transfer_s = _fit(lambda size: _one_way_seconds(size, transport, rank, device))
     dist.barrier()
     dist.destroy_process_group()

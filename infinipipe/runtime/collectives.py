@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Torch 2.13 has renamed both, and warns of their old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def place_in(group: ProcessGroup | None) -> tuple[int, int]:
     """Return a rank's place in its group and the group's size; None is a group of it alone."""
@@ -29,7 +33,7 @@ def reduce_scatter(buffer: Tensor, group: ProcessGroup) -> None:
         for owner, part in enumerate(ranges):
             dist.reduce(part, group=group, group_dst=owner)
     else:
-        dist.reduce_scatter_tensor(ranges[place], buffer, group=group)
+        _reduce_scatter(ranges[place], buffer, group=group)
 
 
 def all_gather(buffer: Tensor, group: ProcessGroup) -> None:
@@ -40,7 +44,7 @@ def all_gather(buffer: Tensor, group: ProcessGroup) -> None:
         for owner, part in enumerate(ranges):
             dist.broadcast(part, group=group, group_src=owner)
     else:
-        dist.all_gather_into_tensor(buffer, ranges[place], group=group)
+        _all_gather(buffer, ranges[place], group=group)
 
 
 def _copies_buffers(group: ProcessGroup) -> bool:

@@ -43,8 +43,10 @@ class Optimizer:
 
     def state_tensors(self) -> list[Tensor]:
         """Return what AdamW remembers of the shards: two moments of each, and its steps."""
-        states = self._adamw.state.values()
-        return [tensor for state in states for tensor in state.values()]
+        tensors: list[Tensor] = []
+        for state in self._adamw.state.values():
+            tensors += state.values()
+        return tensors
 
 
 def make_adamw(shards: Sequence[Part], lr: float) -> torch.optim.AdamW:

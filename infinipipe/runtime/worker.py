@@ -49,13 +49,13 @@ class Worker:
         self._device = open_device(run.device_kind)
         self._agree_on_plan()
         self._rows = self._open_rows()
-        groups = Groups(self._ranks, run.device_kind, tied=self._header.model.tied)
+        groups = Groups(self._ranks, tied=self._header.model.tied)
         model = self._build_model()
         self._parameters = model.global_parameters()
         self._flat = model.flat
         self._gradients = Gradients(model.flat, self._ranks, groups)
         self._optimizer = Optimizer(model.flat, groups.copies, run.options.lr)
-        transport = DistributedTransport(self._ranks.neighbours, groups.channels, self._device)
+        transport = DistributedTransport(groups.before, groups.after, self._device)
         self._executor = Executor(self._header, self._ranks.stage_index, model, transport)
 
     def train(self) -> None:
@@ -125,9 +125,7 @@ class Worker:
 
     def _build_model(self) -> StageModel:
         num_shards = self._ranks.layout.num_copies
-        model = StageModel(
-            self._header.model, self._stage, self._device, num_shards=num_shards
-        )
+        model = StageModel(self._header.model, self._stage, self._device, num_shards=num_shards)
         if self._run.options.model is None:
             model.init_random(self._run.options.seed)
         else:

@@ -56,7 +56,9 @@ def test_matrices_decay_and_a_weight_at_both_ends_is_a_part_of_its_own(
     if tied and tied_name is not None:
         expected[tied_name] = PartKind.TIED
     assert kinds(model) == expected
-    assert [part.kind for part in model.flat.parts] == [k for k in PartKind if k in expected.values()]
+    assert [part.kind for part in model.flat.parts] == [
+        k for k in PartKind if k in expected.values()
+    ]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
