@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -19,8 +19,10 @@ from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory, Seconds
 from infinipipe.profiles import Curve, Line, logits_tokens
 from infinipipe.runtime.attention import KVStore, Segment, Segments, Slot, kernel_for
+from infinipipe.runtime.flat import Part
+from infinipipe.runtime.gradients import sum_of_squares
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import make_adamw
 
 _CHUNK_TOKENS = 256
 """Of the chunk whose overhead is timed: small, as overhead is what does not grow with tokens."""
@@ -50,10 +52,11 @@ class Bench:
         self.block_tokens = logits_tokens(model.vocabulary_size)
         """Tokens whose logits exist at a time."""
 
-    def _make_stage_model(self, num_layers: int, *, ends: bool) -> StageModel:
+    def _make_stage_model(self, num_layers: int, *, ends: bool, num_shards: int = 1) -> StageModel:
         stage = Stage(first_layer=0, num_layers=num_layers, embedding=ends, head=ends)
+        model = _with_layers(self.model, num_layers)
         with memory_errors():
-            stage_model = StageModel(_with_layers(self.model, num_layers), stage, self.device)
+            stage_model = StageModel(model, stage, self.device, num_shards=num_shards)
             stage_model.init_random(0)
             return stage_model
 
@@ -165,43 +168,38 @@ class Bench:
         return _median(forward_s), _median(backward_s)
 
     def optimizer_line(self, repeats: int) -> Line:
-        """Time the end of a step, for all of a few layers' tensors and for the first half of them.
+        """Time the end of a step, for a few layers and for the first of two shards of them.
 
-        That is norm, clipping, update and zeroing.
+        That is norm, clipping, update and zeroing, per parameter of the shard.
 
         Raises:
             OutOfMemory: parameters and optimizer state do not fit into the device.
         """
         wanted_layers = _OPTIMIZER_PARAMETERS // self.model.layer_parameters
         num_layers = max(1, min(_MOST_OPTIMIZER_LAYERS, wanted_layers))
-        stage_model = self._make_stage_model(num_layers, ends=False)
-        parameters = list(stage_model.global_parameters().values())
-        groups = (parameters[: len(parameters) // 2], parameters)
-        sizes = [_num_elements(group) for group in groups]
-        # Gradients stand in the order of their parameters.
-        buffers = [stage_model.gradients[:size] for size in sizes]
+        flat = self._make_stage_model(num_layers, ends=False, num_shards=2).flat
+        cases = (flat.shards(0, 2), flat.shards(0, 1))
+        sizes = [_num_elements(shards) for shards in cases]
         with memory_errors():
-            steps = [self._optimizer_step(*each) for each in zip(groups, buffers, strict=True)]
+            steps = [self._optimizer_step(shards) for shards in cases]
             seconds = []
             for _ in range(repeats):
                 seconds.append([step() for step in steps])
         return fit_line(sizes, np.median(seconds, axis=0).tolist())
 
-    def _optimizer_step(
-        self, parameters: list[nn.Parameter], buffer: Tensor
-    ) -> Callable[[], float]:
-        named = {str(index): parameter for index, parameter in enumerate(parameters)}
-        optimizer = make_optimizer(named, lr=0.0)
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    def _optimizer_step(self, shards: Sequence[Part]) -> Callable[[], float]:
+        adamw = make_adamw(shards, lr=0.0)
+        gradients = [shard.gradients for shard in shards]
 
         def step() -> float:
             started = self._now()
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
             # As a number, which waits for the device as clipping does.
-            float(torch.stack(norms).square().sum())
-            buffer.mul_(0.5)
-            optimizer.step()
-            buffer.zero_()
+            float(sum_of_squares(gradients))
+            for gradient in gradients:
+                gradient.mul_(0.5)
+            adamw.step()
+            for gradient in gradients:
+                gradient.zero_()
             return self._now() - started
 
         return step
@@ -288,5 +286,5 @@ def _median(seconds: Sequence[float]) -> float:
     return float(np.median(seconds))
 
 
-def _num_elements(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
+def _num_elements(shards: Sequence[Part]) -> int:
+    return sum(shard.parameters.numel() for shard in shards)

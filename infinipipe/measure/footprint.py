@@ -17,7 +17,7 @@ from infinipipe.measure.survey import OutOfMemory
 from infinipipe.profiles import Bytes, Line
 from infinipipe.runtime.attention import KVStore
 from infinipipe.runtime.memory import CpuMemory, CudaMemory
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import Optimizer
 
 SMALL = 512
 """Tokens of the smaller chunk; see `LARGE`."""
@@ -194,19 +194,13 @@ class Footprint:
 
     def _static_per_parameter(self) -> tuple[int, int]:
         """Return the bytes of a parameter and its gradient, and those of its optimizer state."""
-        parameters = self._bench.stage_model.global_parameters()
-        optimizer = make_optimizer(parameters, lr=0.0)
-        whole = 0
-        sharded = 0
-        for parameter in parameters.values():
-            assert parameter.grad is not None
-            # Not their storages': all gradients have one.
-            whole += parameter.nbytes + parameter.grad.nbytes
-            state = optimizer.state[parameter].values()
-            # The count of steps is a tensor too, one for each parameter, and no part of its size.
-            sharded += sum(tensor.nbytes for tensor in state if tensor.ndim > 0)
-        num_parameters = sum(parameter.numel() for parameter in parameters.values())
-        return whole // num_parameters, sharded // num_parameters
+        flat = self._bench.stage_model.flat
+        state = Optimizer(flat, None, lr=0.0).state_tensors()
+        # The counts of steps are tensors too, one for each part, and no matter of its size.
+        state_bytes = sum(tensor.nbytes for tensor in state if tensor.ndim > 0)
+        whole_bytes = flat.parameters.nbytes + flat.gradients.nbytes
+        num_parameters = flat.parameters.numel()
+        return whole_bytes // num_parameters, state_bytes // num_parameters
 
 
 def _larger_forward_peak(whole: _Counts, later: _Counts) -> Line:

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore
+from torch.distributed import ProcessGroup
 
 from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
 from infinipipe.profiles import Line, Links
+from infinipipe.runtime.collectives import all_gather, reduce_scatter
 from infinipipe.runtime.launch import worker_environment
-from infinipipe.runtime.ranks import Channel, Ranks, channel_groups
+from infinipipe.runtime.ranks import Channel, Groups, Ranks
 from infinipipe.runtime.transport import DistributedTransport
 
 _ELEMENT_BYTES = 4
@@ -51,14 +54,13 @@ def measure_links(rank: int, device_type: str, num_ranks: int, store: Path) -> L
     """
     worker_environment(rank)
     device = _connect(rank, device_type, num_ranks, store)
-    channels = channel_groups()
+    groups = Groups(Ranks(Layout(num_stages=2), rank), tied=False)
     all_to_all_s = _fit(lambda size: _all_to_all_seconds(size, num_ranks, device))
-    reduce_scatter_s = _fit(lambda size: _reduce_scatter_seconds(size, num_ranks, device))
-    all_gather_s = _fit(lambda size: _all_gather_seconds(size, num_ranks, device))
+    reduce_scatter_s = _fit(lambda size: _ring_seconds(reduce_scatter, size, num_ranks, device))
+    all_gather_s = _fit(lambda size: _ring_seconds(all_gather, size, num_ranks, device))
     transfer_s = _NO_SECONDS
     if rank < 2:
-        neighbours = Ranks(Layout(num_stages=2), rank).neighbours
-        transport = DistributedTransport(neighbours, channels, device)
+        transport = DistributedTransport(groups.before, groups.after, device)
         transfer_s = _fit(lambda size: _one_way_seconds(size, transport, rank, device))
     dist.barrier()
     dist.destroy_process_group()
@@ -118,26 +120,24 @@ def _all_to_all_seconds(size: int, num_ranks: int, device: torch.device) -> floa
     return _median_seconds(lambda: dist.all_to_all_single(received, payload), device)
 
 
-def _reduce_scatter_seconds(size: int, num_ranks: int, device: torch.device) -> float:
-    whole = _buffer(size, num_ranks, device)
-    part = _part(whole, num_ranks)
-    return _median_seconds(lambda: dist.reduce_scatter_tensor(part, whole), device)
+def _ring_seconds(
+    exchange: Callable[[Tensor, ProcessGroup], None],
+    size: int,
+    num_ranks: int,
+    device: torch.device,
+) -> float:
+    """Return the seconds of an exchange in place, of which each rank owns a range."""
+    # Of zeros, so that adding up again and again never overflows.
+    buffer = _buffer(size, num_ranks, device)
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the ranks have met"
+    return _median_seconds(lambda: exchange(buffer, everyone), device)
 
 
-def _all_gather_seconds(size: int, num_ranks: int, device: torch.device) -> float:
-    whole = _buffer(size, num_ranks, device)
-    part = _part(whole, num_ranks)
-    return _median_seconds(lambda: dist.all_gather_into_tensor(whole, part), device)
-
-
-def _buffer(size: int, num_ranks: int, device: torch.device) -> torch.Tensor:
+def _buffer(size: int, num_ranks: int, device: torch.device) -> Tensor:
     """Return so many zeros, or a few less: each rank has an equal part of them."""
     divisible = size // num_ranks * num_ranks
     return torch.zeros(divisible, device=device)
-
-
-def _part(whole: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    return torch.zeros(whole.numel() // num_ranks, device=whole.device)
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:

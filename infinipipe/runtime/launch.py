@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import pickle
@@ -25,10 +24,8 @@ from torch.distributed.elastic.multiprocessing import (
 from infinipipe.errors import InfinipipeError, InputError, RunError
 from infinipipe.runtime.device import backend
 from infinipipe.runtime.prepare import PreparedRun, RunOptions, prepare
+from infinipipe.runtime.ranks import TIMEOUT
 
-TIMEOUT = datetime.timedelta(minutes=30)
-"""Of a wait for another rank: long enough for a slow step, short enough that a lost peer that
-nobody reports is noticed."""
 LOST_PEER_WAIT_S = 5.0
 """How long a rank that only lost its peer lets others report first. The rank that failed itself
 needs far less for that; more would hold up the report where all ranks lost one."""

@@ -15,6 +15,7 @@ from infinipipe.errors import InputError
 from infinipipe.ir import Model, Stage
 from infinipipe.runtime.attention import ATTENTION_NAME, Segments, chunk_attention
 from infinipipe.runtime.device import DTYPE
+from infinipipe.runtime.flat import flatten
 from infinipipe.runtime.loss import head_loss
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,11 +30,20 @@ class StageModel(nn.Module):
 
     Parameters keep the names they have in the whole model. Its weights have no values until
     `init_random` or `checkpoint.load_weights`, which also allocates their gradients.
+
+    Args:
+        model: the whole model.
+        stage: which part of it.
+        device: where the stage trains.
+        num_shards: how many ranks hold this stage and share its optimizer.
     """
 
-    def __init__(self, model: Model, stage: Stage, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, stage: Stage, device: torch.device, *, num_shards: int = 1
+    ) -> None:
         super().__init__()
         self.stage = stage
+        self._num_shards = num_shards
         self.device = device
         self.dtype = DTYPE
         own_layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
@@ -94,14 +104,18 @@ class StageModel(nn.Module):
     def make_trainable(self) -> None:
         """Move the weights, which have their values now, to the device; add gradients of zeros.
 
-        All gradients are parts of one buffer, so that ranks can add them up in one transfer.
+        Both become views of `flat`, so that ranks can share them in few transfers.
         """
+        parameters = self.global_parameters()
+        self.flat = flatten(parameters, self._tied_name(), self._num_shards, self.device)
+        # What is left are tables.
         self.whole.to(self.device)
-        parameters = list(self.whole.parameters())
-        sizes = [parameter.numel() for parameter in parameters]
-        self.gradients = torch.zeros(sum(sizes), device=self.device)
-        for parameter, part in zip(parameters, self.gradients.split(sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+
+    def _tied_name(self) -> str | None:
+        """Return the name of the weight of which the stage at the other end holds a copy."""
+        if not self.whole.config.tie_word_embeddings or self.stage.embedding == self.stage.head:
+            return None
+        return EMBEDDING if self.stage.embedding else HEAD
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return (1, tokens, hidden size) for (1, tokens) ids."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
+from infinipipe.aliases import Ints
 from infinipipe.ir import Direction, Layout
 
-AXES = ("dp", "pp", "sp")
-"""Names of the axes of a layout, outermost first, as torchtitan has them; see `Ranks`."""
-COPIES = "copies"
-"""Name of the axis of all ranks that hold the same weights: `dp` and `sp` as one."""
+TIMEOUT = datetime.timedelta(minutes=30)
+"""Of a wait for another rank: long enough for a slow step, short enough that a lost peer that
+nobody reports is noticed."""
 
 
 class Channel(enum.Enum):
@@ -25,16 +26,6 @@ class Channel(enum.Enum):
     """Activations, to the next stage."""
     UPSTREAM = Direction.UP
     """Gradients, to the stage before."""
-
-
-@dataclass(frozen=True)
-class Neighbours:
-    """The ranks that a rank exchanges boundaries with; None at the pipeline's ends."""
-
-    before: int | None
-    """Of the stage before."""
-    after: int | None
-    """Of the next stage."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +46,11 @@ class Ranks:
     rank: int
 
     @property
-    def axis_sizes(self) -> tuple[int, int, int]:
-        """Sizes of `AXES`."""
+    def mesh(self) -> Ints:
+        """All ranks of the layout, (replicas, stages, ranks that share sequences)."""
         layout = self.layout
-        return layout.num_replicas, layout.num_stages, layout.sequence_parallel
+        axes = (layout.num_replicas, layout.num_stages, layout.sequence_parallel)
+        return np.arange(layout.num_ranks).reshape(axes)
 
     @property
     def replica(self) -> int:
@@ -76,22 +68,6 @@ class Ranks:
         return self.rank % self.layout.sequence_parallel
 
     @property
-    def neighbours(self) -> Neighbours:
-        """The ranks that hold the stages beside this one, in the same replica."""
-        distance = self.layout.sequence_parallel
-        is_first = self.stage_index == 0
-        is_last = self.stage_index == self.layout.num_stages - 1
-        return Neighbours(
-            before=None if is_first else self.rank - distance,
-            after=None if is_last else self.rank + distance,
-        )
-
-    @property
-    def is_end(self) -> bool:
-        """Whether the stage is the first or the last: these hold the copies of a tied weight."""
-        return self.stage_index in (0, self.layout.num_stages - 1)
-
-    @property
     def is_writer(self) -> bool:
         """Whether this rank writes what there is once in a run: metrics, progress, the index."""
         return self.rank == 0
@@ -101,10 +77,10 @@ class Ranks:
         """Whether this rank saves the weights of its stage: one of those that hold them does."""
         return self.replica == 0 and self.sequence_index == 0
 
-    def ranks_of_stage(self, stage_index: int) -> list[int]:
-        """Return the ranks that hold a stage, ascending."""
-        everyone = [Ranks(self.layout, rank) for rank in range(self.layout.num_ranks)]
-        return [ranks.rank for ranks in everyone if ranks.stage_index == stage_index]
+
+ChannelGroups = Mapping[Channel, ProcessGroup]
+"""The groups of two ranks that exchange boundaries, one a direction: so a receive that waits holds
+up nothing that goes the other way, or to another stage."""
 
 
 class Groups:
@@ -114,49 +90,61 @@ class Groups:
 
     Args:
         ranks: this process.
-        device_kind: `cpu` or `cuda`.
         tied: whether embedding and head share their weight.
 
     Attributes:
-        channels: the groups of transfers between stages.
+        before: the channels to the rank that holds the stage before; None on the first stage.
+        after: those to the rank that holds the next stage; None on the last stage.
+        sequence: the ranks that share every sequence with this one; None if there is no other.
         copies: the ranks that hold this stage, whose gradients add up; None if there is no other.
-        tied: the ranks that hold a copy of the tied weight; None where this rank has none, or where
-            one stage holds both embedding and head.
+        tied: the two ranks of the same replica and sequence index that hold the copies of the tied
+            weight; None where this rank has none, or where one stage holds embedding and head.
     """
 
-    def __init__(self, ranks: Ranks, device_kind: str, *, tied: bool) -> None:
-        self.channels = channel_groups()
-        self.copies: ProcessGroup | None = None
-        if ranks.layout.num_copies > 1:
-            self.copies = _stage_mesh(ranks, device_kind).get_group(COPIES)
+    def __init__(self, ranks: Ranks, *, tied: bool) -> None:
+        mesh = ranks.mesh
+        num_stages = ranks.layout.num_stages
+        stage = ranks.stage_index
+        edges = [_channel_groups(mesh[:, s : s + 2], ranks.rank) for s in range(num_stages - 1)]
+        self.before = edges[stage - 1] if stage > 0 else None
+        self.after = edges[stage] if stage < num_stages - 1 else None
+        sharers = mesh.reshape(-1, ranks.layout.sequence_parallel)
+        self.sequence = _own_group(sharers, ranks.rank)
+        copies = mesh.swapaxes(0, 1).reshape(num_stages, -1)
+        self.copies = _own_group(copies, ranks.rank)
         self.tied: ProcessGroup | None = None
-        if tied and ranks.layout.num_stages > 1:
-            # Ranks in between make it as well: a group needs every rank of the run.
-            group = _ends_group(ranks)
-            self.tied = group if ranks.is_end else None
+        if tied and num_stages > 1:
+            ends = mesh[:, [0, num_stages - 1]]
+            self.tied = _own_group(_pairs(ends), ranks.rank)
 
 
-def channel_groups() -> dict[Channel, ProcessGroup]:
-    """Make the groups of transfers between stages: one of all ranks for each direction.
+def _channel_groups(two_stages: Ints, rank: int) -> dict[Channel, ProcessGroup]:
+    """Make the groups of an edge of all replicas; return those of a rank, none if it has no part.
 
-    Two groups, so that a receive that waits in one direction holds up nothing in the other.
+    Args:
+        two_stages: ranks, (replicas, 2, ranks that share sequences).
+        rank: this process.
     """
-    return {channel: _new_group() for channel in Channel}
+    groups: dict[Channel, ProcessGroup] = {}
+    for channel in Channel:
+        group = _own_group(_pairs(two_stages), rank)
+        if group is not None:
+            groups[channel] = group
+    return groups
 
 
-def _stage_mesh(ranks: Ranks, device_kind: str) -> DeviceMesh:
-    """Return all ranks by their stage, and along the other axes, as one, the copies of it."""
-    by_axes = torch.arange(ranks.layout.num_ranks).reshape(ranks.axis_sizes)
-    stage_axis = AXES.index("pp")
-    by_stage = by_axes.movedim(stage_axis, 0).flatten(1)
-    return DeviceMesh(device_kind, by_stage, mesh_dim_names=("pp", COPIES))
+def _pairs(two_stages: Ints) -> Ints:
+    """Return (pairs, 2): which rank of one stage belongs to which of the other."""
+    return two_stages.swapaxes(1, 2).reshape(-1, 2)
 
 
-def _ends_group(ranks: Ranks) -> ProcessGroup:
-    last = ranks.layout.num_stages - 1
-    return _new_group(sorted(ranks.ranks_of_stage(0) + ranks.ranks_of_stage(last)))
-
-
-def _new_group(members: list[int] | None = None) -> ProcessGroup:
-    group: ProcessGroup = dist.new_group(members)
-    return group
+def _own_group(everyone: Ints, rank: int) -> ProcessGroup | None:
+    """Make a group of each row of ranks, if that is more than one; return a rank's own."""
+    own: ProcessGroup | None = None
+    for row in everyone.tolist():
+        if len(row) == 1:
+            continue
+        group: ProcessGroup = dist.new_group(row, timeout=TIMEOUT)
+        if rank in row:
+            own = group
+    return own

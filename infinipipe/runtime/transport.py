@@ -9,14 +9,15 @@ holds at most one arriving and one leaving tensor a channel, whose sizes the pla
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from infinipipe.runtime.ranks import Channel, Neighbours
+from infinipipe.runtime.ranks import Channel, ChannelGroups
 
 Shape = tuple[int, ...]
 
@@ -51,34 +52,54 @@ class _Incoming(NamedTuple):
     dtype: torch.dtype
 
 
+class _Way(NamedTuple):
+    """One direction between two ranks of neighbouring stages."""
+
+    group: ProcessGroup
+    """Of these two, the one of the earlier stage first."""
+    sender: int
+    """Which of the two sends; the other receives."""
+
+    @property
+    def receiver(self) -> int:
+        return 1 - self.sender
+
+
+_SENDERS = {Channel.DOWNSTREAM: 0, Channel.UPSTREAM: 1}
+"""The earlier stage of two sends activations, the later one gradients."""
+
+
 class DistributedTransport:
-    """Point-to-point transfers of torch.distributed, one process group a direction.
+    """Point-to-point transfers of torch.distributed, one process group an edge and direction.
+
+    It connects with its neighbours when it is made, which all ranks of a run do at the same time.
 
     Args:
-        neighbours: the ranks at the other ends.
-        groups: the process group of each channel.
+        before: the groups of what travels between the stage before and this one; None if this is
+            the first stage.
+        after: those of this one and the next stage.
         device: where tensors are received.
     """
 
     def __init__(
-        self,
-        neighbours: Neighbours,
-        groups: Mapping[Channel, dist.ProcessGroup],
-        device: torch.device,
+        self, before: ChannelGroups | None, after: ChannelGroups | None, device: torch.device
     ) -> None:
-        self._sources = {
-            Channel.DOWNSTREAM: neighbours.before,
-            Channel.UPSTREAM: neighbours.after,
-        }
-        self._targets = {
-            Channel.DOWNSTREAM: neighbours.after,
-            Channel.UPSTREAM: neighbours.before,
-        }
-        self._groups = groups
+        self._sources: dict[Channel, _Way] = {}
+        self._targets: dict[Channel, _Way] = {}
+        if before is not None:
+            self._sources[Channel.DOWNSTREAM] = _way(before, Channel.DOWNSTREAM)
+            self._targets[Channel.UPSTREAM] = _way(before, Channel.UPSTREAM)
+        if after is not None:
+            self._sources[Channel.UPSTREAM] = _way(after, Channel.UPSTREAM)
+            self._targets[Channel.DOWNSTREAM] = _way(after, Channel.DOWNSTREAM)
         self._device = device
         self._incoming: dict[Channel, _Incoming] = {}
         self._posted: dict[Channel, _Transfer] = {}
         self._leaving: dict[Channel, _Transfer] = {}
+        # From the first edge of the pipeline to its last.
+        for groups in (before, after):
+            if groups is not None:
+                _connect(groups, device)
 
     def begin(self, channel: Channel, shapes: Iterable[Shape], dtype: torch.dtype) -> None:
         """See `Transport`."""
@@ -95,10 +116,10 @@ class DistributedTransport:
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
         """See `Transport`."""
-        target = self._targets[channel]
-        assert target is not None, f"there is no stage to send to on {channel}"
+        assert channel in self._targets, f"there is no stage to send to on {channel}"
+        way = self._targets[channel]
         self._wait_for_leaving(channel)
-        work = dist.isend(tensor, target, group=self._groups[channel])
+        work = dist.isend(tensor, group=way.group, group_dst=way.receiver)
         assert work is not None
         self._leaving[channel] = _Transfer(tensor, work)
 
@@ -112,12 +133,11 @@ class DistributedTransport:
         incoming = self._incoming[channel]
         if not incoming.shapes:
             return
-        source = self._sources[channel]
-        # torch.distributed would take None for "from any rank".
-        assert source is not None, f"there is no stage to receive from on {channel}"
+        assert channel in self._sources, f"there is no stage to receive from on {channel}"
+        way = self._sources[channel]
         shape = incoming.shapes.popleft()
         tensor = torch.empty(shape, dtype=incoming.dtype, device=self._device)
-        work = dist.irecv(tensor, source, group=self._groups[channel])
+        work = dist.irecv(tensor, group=way.group, group_src=way.sender)
         assert work is not None
         self._posted[channel] = _Transfer(tensor, work)
 
@@ -125,3 +145,22 @@ class DistributedTransport:
         leaving = self._leaving.pop(channel, None)
         if leaving is not None:
             leaving.work.wait()
+
+
+def _way(groups: ChannelGroups, channel: Channel) -> _Way:
+    return _Way(groups[channel], _SENDERS[channel])
+
+
+def _connect(groups: ChannelGroups, device: torch.device) -> None:
+    """Send an element each way between two stages, one way after the other.
+
+    NCCL connects two ranks at their first transfer, and holds up each until the other comes to the
+    same one: two stages that post their receives first would wait for each other for ever.
+    """
+    for channel in Channel:
+        way = _way(groups, channel)
+        element = torch.zeros(1, device=device)
+        if dist.get_rank(way.group) == way.sender:
+            dist.send(element, group=way.group, group_dst=way.receiver)
+        else:
+            dist.recv(element, group=way.group, group_src=way.sender)

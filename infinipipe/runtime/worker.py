@@ -20,7 +20,7 @@ from infinipipe.runtime.executor import ChunkData, Executor
 from infinipipe.runtime.gradients import Gradients
 from infinipipe.runtime.memory import CpuMemory, CudaMemory, track_memory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import Optimizer
 from infinipipe.runtime.prepare import WEIGHTS, PreparedRun
 from infinipipe.runtime.ranks import Groups, Ranks
 from infinipipe.runtime.recorder import record_steps
@@ -49,12 +49,13 @@ class Worker:
         self._device = open_device(run.device_kind)
         self._agree_on_plan()
         self._rows = self._open_rows()
-        groups = Groups(self._ranks, run.device_kind, tied=self._header.model.tied)
+        groups = Groups(self._ranks, tied=self._header.model.tied)
         model = self._build_model()
         self._parameters = model.global_parameters()
-        self._gradients = Gradients(model, self._ranks, groups)
-        self._optimizer = make_optimizer(self._parameters, run.options.lr)
-        transport = DistributedTransport(self._ranks.neighbours, groups.channels, self._device)
+        self._flat = model.flat
+        self._gradients = Gradients(model.flat, self._ranks, groups)
+        self._optimizer = Optimizer(model.flat, groups.copies, run.options.lr)
+        transport = DistributedTransport(groups.before, groups.after, self._device)
         self._executor = Executor(self._header, self._ranks.stage_index, model, transport)
 
     def train(self) -> None:
@@ -123,7 +124,8 @@ class Worker:
         )
 
     def _build_model(self) -> StageModel:
-        model = StageModel(self._header.model, self._stage, self._device)
+        num_shards = self._ranks.layout.num_copies
+        model = StageModel(self._header.model, self._stage, self._device, num_shards=num_shards)
         if self._run.options.model is None:
             model.init_random(self._run.options.seed)
         else:
@@ -143,12 +145,8 @@ class Worker:
 
     def _static_tensors(self) -> list[Tensor]:
         """Everything alive between steps, for the memory count."""
-        tensors: list[Tensor] = []
-        for parameter in self._parameters.values():
-            assert parameter.grad is not None
-            tensors += [parameter, parameter.grad]
-            tensors += self._optimizer.state[parameter].values()
-        return tensors
+        buffers = [self._flat.parameters, self._flat.gradients]
+        return buffers + self._optimizer.state_tensors()
 
     def _agree_on_plan(self) -> None:
         """Refuse to train where a rank has opened another plan than the others."""

@@ -35,6 +35,7 @@ from infinipipe.profiles.models import model_from_config
 from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
+from infinipipe.runtime.optimizer import BETAS, EPSILON, WEIGHT_DECAY
 from tests.plans import make_header, order_1f1b
 from tests.processes import HARD_LIMIT_S
 from tests.runtime.loopback import LoopbackTransport
@@ -230,6 +231,17 @@ def whole_model(model: Model, seed: int = 0) -> torch.nn.Module:
     assert set(missing.missing_keys) <= {HEAD}
     whole.tie_weights()
     return whole
+
+
+def make_plain_adamw(whole: torch.nn.Module, lr: float) -> torch.optim.AdamW:
+    """Return torch's own optimizer on whole weights, of which only matrices decay."""
+    decayed = [parameter for parameter in whole.parameters() if parameter.ndim >= 2]
+    others = [parameter for parameter in whole.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPSILON)
 
 
 def oracle(

@@ -15,7 +15,7 @@ from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.memory import CpuMemory, track_memory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import Optimizer
 from tests.runtime.loopback import LoopbackTransport
 from tests.runtime.replay import CPU, MemoryDataset, hand_header, small_model
 
@@ -54,14 +54,8 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
     predicted = ledger.during(np.array(replica.recompute[0])).max()
     model = StageModel(MODEL, header.stages[0], CPU)
     model.init_random(0)
-    parameters = model.global_parameters()
-    optimizer = make_optimizer(parameters, lr=0.0)
-    static = [
-        t
-        for p in parameters.values()
-        for t in (p, p.grad, *optimizer.state[p].values())
-        if t is not None
-    ]
+    optimizer = Optimizer(model.flat, None, lr=0.0)
+    static = [model.flat.parameters, model.flat.gradients, *optimizer.state_tensors()]
     executor = Executor(header, 0, model, LoopbackTransport.connect(1)[0])
     data = StepData(MemoryDataset([s.length for s in step.sequences]), step, "token")
     with CpuMemory(static) as memory:

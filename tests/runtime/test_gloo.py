@@ -15,7 +15,7 @@ from infinipipe.runtime.data import StepData
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.ranks import Ranks, channel_groups
+from infinipipe.runtime.ranks import Groups, Ranks
 from infinipipe.runtime.transport import DistributedTransport
 from tests.processes import finish_all
 from tests.runtime.cuts import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
@@ -102,14 +102,16 @@ def _worker(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", store=FileStore(f"{folder}/store", WORLD), rank=rank, world_size=WORLD
     )
-    groups = channel_groups()
+    groups = {
+        stages: Groups(Ranks(Layout(num_stages=stages), rank), tied=False) for stages in LAYERS
+    }
     everything = msgspec.msgpack.decode((Path(folder) / "cases").read_bytes(), type=list[Case])
     for index, case in enumerate(everything):
         if rank < len(case.header.stages):
             model = StageModel(case.header.model, case.header.stages[rank], CPU)
             model.init_random(0)
-            layout = Layout(num_stages=len(case.header.stages))
-            transport = DistributedTransport(Ranks(layout, rank).neighbours, groups, CPU)
+            own = groups[len(case.header.stages)]
+            transport = DistributedTransport(own.before, own.after, CPU)
             executor = Executor(case.header, rank, model, transport)
             data = StepData(MemoryDataset(case.lengths), case.step, case.header.loss_norm)
             loss = float(executor.run(case.step, case.step.replicas[0], data))

@@ -11,7 +11,7 @@ from infinipipe.runtime.attention import CpuKernel, KVStore
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.memory import CpuMemory
 from infinipipe.runtime.model import StageModel
-from infinipipe.runtime.optimizer import make_optimizer
+from infinipipe.runtime.optimizer import Optimizer
 from tests.runtime.replay import (
     CPU,
     MemoryDataset,
@@ -60,11 +60,9 @@ def test_recomputed_layers_come_back_one_at_a_time() -> None:
 def test_the_update_needs_no_more_than_what_is_always_held() -> None:
     model = StageModel(MODEL, whole(4), CPU)
     model.init_random(0)
-    parameters = model.global_parameters()
-    optimizer = make_optimizer(parameters, lr=1e-3)
-    for parameter in parameters.values():
-        parameter.grad.normal_()
-    static = [t for p in parameters.values() for t in (p, p.grad, *optimizer.state[p].values())]
+    optimizer = Optimizer(model.flat, None, lr=1e-3)
+    model.flat.gradients.normal_()
+    static = [model.flat.parameters, model.flat.gradients, *optimizer.state_tensors()]
     with CpuMemory(static) as memory:
         held = memory.current_bytes
         optimizer.step()
@@ -89,7 +87,7 @@ def test_logits_are_gone_before_any_layer_is_recomputed(recompute: int) -> None:
         torch.ones(tokens).long(),
         torch.ones(tokens),
     )
-    static = [t for p in model.global_parameters().values() for t in (p, p.grad)]
+    static = [model.flat.parameters, model.flat.gradients]
     with CpuMemory([*static, ids, targets, weights]) as memory:
         hidden = model.run_layers(
             model.embed(ids).detach(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -12,8 +11,9 @@ from torch._C._distributed_c10d import FileStore
 
 from infinipipe.ir import Layout
 from infinipipe.runtime.launch import worker_environment
-from infinipipe.runtime.ranks import Channel, Groups, Neighbours, Ranks
+from infinipipe.runtime.ranks import TIMEOUT, Channel, ChannelGroups, Groups, Ranks
 from tests.processes import finish_all
+from tests.runtime.replay import CPU
 
 
 def everyone(layout: Layout) -> list[Ranks]:
@@ -30,29 +30,8 @@ def test_ranks_that_share_sequences_are_next_to_each_other() -> None:
     for ranks in everyone(layout):
         rank = (ranks.replica * 2 + ranks.stage_index) * 3 + ranks.sequence_index
         assert rank == ranks.rank
-    assert Ranks(layout, 4).neighbours == Neighbours(before=1, after=None)
-    assert Ranks(layout, 7).neighbours == Neighbours(before=None, after=10)
-
-
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
-@pytest.mark.parametrize("num_replicas", [1, 3])
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_neighbours_are_each_others(
-    num_stages: int, num_replicas: int, sequence_parallel: int
-) -> None:
-    layout = Layout(
-        num_stages=num_stages, num_replicas=num_replicas, sequence_parallel=sequence_parallel
-    )
-    for ranks in everyone(layout):
-        before, after = ranks.neighbours.before, ranks.neighbours.after
-        assert (before is None) == (ranks.stage_index == 0)
-        assert (after is None) == (ranks.stage_index == num_stages - 1)
-        if after is not None:
-            other = Ranks(layout, after)
-            assert other.neighbours.before == ranks.rank
-            assert other.stage_index == ranks.stage_index + 1
-            assert other.replica == ranks.replica
-            assert other.sequence_index == ranks.sequence_index
+        place = ranks.replica, ranks.stage_index, ranks.sequence_index
+        assert ranks.mesh[place] == ranks.rank
 
 
 def test_every_stage_is_saved_once_and_one_rank_writes() -> None:
@@ -60,17 +39,29 @@ def test_every_stage_is_saved_once_and_one_rank_writes() -> None:
     assert [r.stage_index for r in everyone(layout) if r.saves_weights] == [0, 1, 2]
     assert [r.rank for r in everyone(layout) if r.is_writer] == [0]
     assert [layout.num_ranks // r.layout.num_copies for r in everyone(layout)] == [3] * 12
-    stages = [Ranks(layout, 0).ranks_of_stage(stage) for stage in range(3)]
-    assert stages == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
 
 LAYOUTS = [
     Layout(num_stages=1),
-    Layout(num_stages=2),
+    Layout(num_stages=4),
     Layout(num_stages=2, num_replicas=2),
+    Layout(num_stages=2, sequence_parallel=2),
     Layout(num_stages=1, num_replicas=2, sequence_parallel=2),
 ]
-"""The last has sequence parallelism, which no plan has so far."""
+
+
+def others(ranks: Ranks, *same: str) -> list[int]:
+    """Return the ranks that are at the same place as this one along some axes."""
+    return [
+        other.rank
+        for other in everyone(ranks.layout)
+        if all(getattr(other, axis) == getattr(ranks, axis) for axis in same)
+    ]
+
+
+def pipeline(ranks: Ranks) -> list[int]:
+    """Return the ranks of the same replica and sequence index, by stage."""
+    return others(ranks, "replica", "sequence_index")
 
 
 def test_groups_over_gloo(tmp_path: Path) -> None:
@@ -86,29 +77,47 @@ def _worker(rank: int, folder: str) -> None:
     worker_environment(rank)
     for index, layout in enumerate(LAYOUTS):
         if rank < layout.num_ranks:
-            _check_groups(rank, layout, f"{folder}/store-{index}")
+            store = FileStore(f"{folder}/store-{index}", layout.num_ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.num_ranks)
+            _check_groups(Ranks(layout, rank))
+            dist.destroy_process_group()
 
 
-def _check_groups(rank: int, layout: Layout, store_path: str) -> None:
-    world = layout.num_ranks
-    store = FileStore(store_path, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    ranks = Ranks(layout, rank)
-    groups = Groups(ranks, "cpu", tied=True)
-    last = layout.num_stages - 1
-    ends = sorted(ranks.ranks_of_stage(0) + ranks.ranks_of_stage(last)) if last else None
-    same_stage = ranks.ranks_of_stage(ranks.stage_index)
-    assert _members(groups.tied) == ends
-    assert _members(groups.copies) == (same_stage if len(same_stage) > 1 else None)
-    assert groups.channels.keys() == set(Channel)
-    for channel_group in groups.channels.values():
-        assert _members(channel_group) == list(range(world))
-    if groups.copies is not None:
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=groups.copies)
-        assert int(total) == sum(same_stage)
-    dist.destroy_process_group()
+def _check_groups(ranks: Ranks) -> None:
+    groups = Groups(ranks, tied=True)
+    stages = pipeline(ranks)
+    stage = ranks.stage_index
+    _check_channels(groups.before, stages[stage - 1 : stage + 1] if stage else [])
+    _check_channels(groups.after, stages[stage : stage + 2])
+    sharers = others(ranks, "replica", "stage_index")
+    copies = others(ranks, "stage_index")
+    _check_group(groups.sequence, sharers)
+    _check_group(groups.copies, copies)
+    is_end = stage in (0, len(stages) - 1)
+    _check_group(groups.tied, [stages[0], stages[-1]] if is_end and len(stages) > 1 else [])
+    for group in (groups.sequence, groups.copies, groups.tied):
+        if group is not None:
+            total = torch.tensor(ranks.rank)
+            dist.all_reduce(total, group=group)
+            assert int(total) == sum(dist.get_process_group_ranks(group))
 
 
-def _members(group: dist.ProcessGroup | None) -> list[int] | None:
-    return None if group is None else dist.get_process_group_ranks(group)
+def _check_channels(groups: ChannelGroups | None, expected: list[int]) -> None:
+    if len(expected) < 2:
+        assert groups is None
+        return
+    assert groups is not None
+    assert groups.keys() == set(Channel)
+    for group in groups.values():
+        _check_group(group, expected)
+    # A group of its own each way, so that nothing waits behind what goes the other way.
+    assert len(set(groups.values())) == len(Channel)
+
+
+def _check_group(group: dist.ProcessGroup | None, expected: list[int]) -> None:
+    if len(expected) < 2:
+        assert group is None
+        return
+    assert group is not None
+    assert dist.get_process_group_ranks(group) == expected
+    assert group._get_backend(CPU).options._timeout == TIMEOUT

@@ -21,10 +21,15 @@ from infinipipe.ir import Header, Model, PlanWriter, Step, open_plan
 from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
-from infinipipe.runtime.optimizer import make_optimizer
 from infinipipe.runtime.prepare import RunOptions, prepare
 from tests.processes import children, finish, run_infinipipe, run_python, start_python, wait_until
-from tests.runtime.replay import MemoryDataset, oracle, small_model, whole_model
+from tests.runtime.replay import (
+    MemoryDataset,
+    make_plain_adamw,
+    oracle,
+    small_model,
+    whole_model,
+)
 
 LENGTHS = (20, 900, 31, 45, 60, 2500, 18, 75, 400, 33, 90, 12)
 LR = 0.01
@@ -90,7 +95,7 @@ def train_oracle(
     """Train the unsplit model one sequence at a time; return loss and norm by step, and weights."""
     header, steps = plan_steps(plan)
     whole = whole_model(header.model, seed=3)
-    optimizer = make_optimizer(dict(whole.named_parameters()), LR)
+    optimizer = make_plain_adamw(whole, LR)
     history = []
     for step in steps:
         whole.zero_grad()
