@@ -134,7 +134,7 @@ def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Res
     for recomputed, counts in setting.recompute:
         if cannot_beat(best, chains, counts):
             break
-        result = fixed_schedule(problem, chains, memories, counts)
+        result = fixed_schedule(problem, chains, memories, counts, best)
         if isinstance(result, Schedule):
             # The first that fits recomputes least.
             winner = f"{policy}: {setting.name}, {recomputed}"
@@ -254,8 +254,7 @@ def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]
     sizes = np.array(chunks.chains)
     num_chunks = len(chunks.chunks)
     # How many chunks of its chain come from each chunk on.
-    ends = np.array(chunks.chain_ends)
-    from_here = ends - np.arange(num_chunks)
+    from_here = chunks.chain_ends - np.arange(num_chunks)
     recompute = []
     for kept in _kept_counts(int(sizes.max())):
         is_dropped = from_here > kept

@@ -63,7 +63,7 @@ class _Group:
     """Chains that share one 1F1B pipeline."""
 
     chunks: Chunks
-    memories: tuple[StageMemory, ...]
+    memories: SequenceOf[StageMemory]
     diagonals: Ints
     """c of the tied recompute."""
     recompute_s: float
@@ -129,7 +129,7 @@ def _can_gain(schedule: Schedule, incumbent: Result) -> bool:
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
     """Algorithm 1, "workload-balanced sequence chunking": return chains, longest first."""
-    members = problem.longest_first()
+    members = problem.longest_first
     longest = problem.sequences[members[0]].length
     most = problem.pipeline.costs.max_chunk_tokens
     mesh = _mesh(work, longest, number, most)
