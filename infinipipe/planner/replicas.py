@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -116,14 +117,20 @@ def even_out(hands: list[Hand], plan: Callable[[Members], Hand | Shortage]) -> b
         if given is None:
             continue
         new_slow = plan(given[0])
-        new_fast = plan(given[1])
-        if isinstance(new_slow, Shortage) or isinstance(new_fast, Shortage):
+        if not _is_faster(new_slow, slow):
             continue
-        if max(new_slow.makespan_s, new_fast.makespan_s) < slow.makespan_s:
-            hands[slowest] = new_slow
-            hands[fastest] = new_fast
-            return True
+        new_fast = plan(given[1])
+        if not _is_faster(new_fast, slow):
+            continue
+        hands[slowest] = new_slow
+        hands[fastest] = new_fast
+        return True
     return False
+
+
+def _is_faster(plan: Hand | Shortage, slow: Hand) -> TypeGuard[Hand]:
+    """Return whether a replica fits and ends before the slow one does."""
+    return isinstance(plan, Hand) and plan.makespan_s < slow.makespan_s
 
 
 def exchange(slow: Hand, fast: Hand, seconds: float) -> tuple[Members, Members] | None:

@@ -80,3 +80,19 @@ def test_the_longest_sequence_comes_with_its_first_step(num_steps: int) -> None:
             if sequence.length == longest
         )
         assert batches.longest() == Batch(index, (sequence,))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "most", "expected"),
+    [
+        (3, 4, [0, 1, 2]),
+        (8, 4, [1, 3, 5, 7]),
+        (100, 4, [12, 37, 62, 87]),
+    ],
+)
+def test_a_sample_is_spread_over_the_plan(num_steps: int, most: int, expected: list[int]) -> None:
+    batches = batches_of(12, 2, num_steps, 3)
+    sample = batches.sample(most)
+    assert [batch.index for batch in sample] == expected
+    everything = list(batches.steps())
+    assert sample == [everything[index] for index in expected]

@@ -82,10 +82,9 @@ def dataset_of(folder: Path, lengths: SequenceOf[int]) -> Dataset:
 def compiled(
     folder: Path, lengths: SequenceOf[int], profile: Profile, **options: Any
 ) -> tuple[Header, list[Step]]:
-    """Compile, read the plan back and verify it."""
-    compile_plan(
-        dataset_of(folder, lengths), profile, CompileOptions(**options), folder / "plan.msgpack"
-    )
+    """Compile for one pipeline, read the plan back and verify it."""
+    checked = CompileOptions(**{"sequence_parallel": 1, "num_replicas": 1, **options})
+    compile_plan(dataset_of(folder, lengths), profile, checked, folder / "plan.msgpack")
     with open_plan(folder / "plan.msgpack") as reader:
         verify_plan(reader)
         return reader.header, list(reader)

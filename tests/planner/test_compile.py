@@ -20,16 +20,13 @@ from infinipipe.errors import InfeasibleError, InputError
 from infinipipe.ir import Header, Layout, Step, open_plan, verify_header, verify_plan, verify_step
 from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.planner.compile import draw_batches, make_header, make_pipeline, plan_steps
-from infinipipe.planner.replicas import deal
 from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.toys import (
     ROOMY,
     roomy_limits,
     toy_costs,
-    toy_pipeline,
     toy_profile,
-    toy_sequences,
 )
 
 
@@ -187,13 +184,6 @@ def test_replicas_without_work_are_empty(tmp_path: Path) -> None:
     assert [len(replica.chunks) > 0 for replica in replicas] == [True, True, True, False]
     assert replicas[3].programs == ((), ())
     assert replicas[3].predicted[0].bubble_s == steps[0].makespan_s
-
-
-def test_work_is_dealt_evenly() -> None:
-    lengths = [300, 200, 160, 90, 80, 70, 60, 50, 40, 30, 20, 10]
-    hands = deal(toy_pipeline([3, 3], num_replicas=3), toy_sequences(lengths))
-    assert sorted(member for hand in hands for member in hand) == list(range(12))
-    assert hands[0] == (0,)
 
 
 def test_loss_norms(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = analytic_profile(read_model("tiny"), "a800-80g")
     dataset = open_dataset(folder / "data.jsonl", "bytes", 256)
     options = CompileOptions(
-        num_stages=2, num_replicas=2, batch_size=4, memory_limit_bytes=(2**30,)
+        num_devices=4,
+        num_stages=2,
+        num_replicas=2,
+        batch_size=4,
+        memory_limit_bytes=(2**30,),
     )
     compile_plan(dataset, profile, options, folder / "plan.msgpack")
     return folder

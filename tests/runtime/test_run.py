@@ -47,14 +47,9 @@ def compile_small(folder: Path, model: Model, stages: int, memory: int, **option
     plan = folder / f"plan-{stages}-{memory}.msgpack"
     dataset = open_dataset(write_dataset(folder), "bytes", model.vocabulary_size)
     profile = msgspec.structs.replace(analytic_profile(model, "a800-80g"), dtype="float32")
-    compile_plan(
-        dataset,
-        profile,
-        CompileOptions(
-            num_stages=stages, memory_limit_bytes=(memory,), batch_size=6, num_steps=2, **options
-        ),
-        plan,
-    )
+    layout = {"num_stages": stages, "sequence_parallel": 1, "num_replicas": 1}
+    others = {"memory_limit_bytes": (memory,), "batch_size": 6, "num_steps": 2}
+    compile_plan(dataset, profile, CompileOptions(**{**layout, **others, **options}), plan)
     return plan
 
 
@@ -372,7 +367,7 @@ def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(
         )
         opened = open_dataset(dataset, "bytes", 256)
         compile_plan(
-            opened, profile, CompileOptions(num_stages=1, batch_size=6, num_steps=2), options.plan
+            opened, profile, CompileOptions(num_devices=1, batch_size=6, num_steps=2), options.plan
         )
         refused(options, message, tmp_path)
 
@@ -436,7 +431,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     model = msgspec.structs.replace(small_model(vocab_size=256), tokenizer=str(tmp_path))
     profile = msgspec.structs.replace(analytic_profile(model, "a800-80g"), dtype="float32")
     opened = open_dataset(tmp_path / "dataset.jsonl", model.tokenizer, 256)
-    compile_plan(opened, profile, CompileOptions(num_stages=1), tmp_path / "plan.msgpack")
+    compile_plan(opened, profile, CompileOptions(num_devices=1), tmp_path / "plan.msgpack")
     options = dataclasses.replace(OPTIONS, plan=tmp_path / "plan.msgpack", output=tmp_path / "run")
     assert prepare(options).tokenizer == str(tmp_path)
     Tokenizer(WordLevel({"<s>": 0, "b": 1}, unk_token="<s>")).save(str(tmp_path / "tokenizer.json"))
