@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs import CostModel
+from infinipipe.costs import ChunkRates, CostModel
 from infinipipe.ir import Sequence, Slice, Stage
 
 
@@ -59,6 +59,12 @@ class Problem:
         """The members by length, the longest first."""
         members = sorted(self.members, key=lambda m: (-self.sequences[m].length, m))
         return tuple(members)
+
+    @cached_property
+    def rates(self) -> ChunkRates:
+        """What chunks of the members need at least."""
+        lengths = np.sort(self.lengths)[::-1].astype(np.float64)
+        return self.pipeline.costs.rates(self.pipeline.limits, lengths)
 
     @cached_property
     def wholes(self) -> tuple[Slice, ...]:

@@ -38,6 +38,9 @@ NO_LINKS = Links(
     num_ranks=1,
 )
 """Links that take no time at all."""
+ROUNDING = 1 + 1e-12
+"""By how much sums of the same seconds may differ that are added up in another order: the quick
+bound's and the simulator's, so that an equal schedule may not be simulated."""
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 
 

@@ -255,19 +255,9 @@ def simulate_schedule(
     return Schedule(problem, chains, tuple(memories), recompute, timeline)
 
 
-def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
-    """Return what no order of these chunks can undercut, with (stages, chunks) recompute counts."""
-    least_s = chains.least_s
-    if recompute is not None:
-        least_s = least_s + recompute @ chains.costs.recompute_s
-    return float(least_s.max())
-
-
-def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
-    """Return whether no order of these chunks is faster than the incumbent."""
-    if not isinstance(incumbent, Schedule):
-        return False
-    return quick_bound_s(chains, recompute) >= incumbent.makespan_s
+def cannot_beat(incumbent: Result, least_s: Floats) -> bool:
+    """Return whether what takes at least so many seconds on each stage is no faster."""
+    return float(least_s.max()) >= makespan_of(incumbent)
 
 
 def empty_replica(num_stages: int, makespan_s: float) -> Replica:

@@ -9,6 +9,7 @@ import numpy as np
 
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
+from infinipipe.planner.passes.least import least_in_order_s
 from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import (
     NOTHING,
@@ -16,12 +17,12 @@ from infinipipe.planner.passes.schedule import (
     CostedChains,
     Result,
     Schedule,
+    cannot_beat,
     fit_schedule,
     is_better,
     makespan_of,
     order_memories,
     price_chains,
-    quick_bound_s,
 )
 from infinipipe.planner.policies.epp.candidates import (
     COARSE,
@@ -236,9 +237,8 @@ class Evaluator:
     def evaluate(self, candidate: Candidate, incumbent: Result) -> Outcome:
         """Make the schedule of a candidate, unless it cannot beat the incumbent."""
         chains = self._cut(candidate)
-        least_s = quick_bound_s(chains)
-        if least_s >= makespan_of(incumbent):
-            return Outcome(None, least_s, effort=0)
+        if cannot_beat(incumbent, chains.least_s):
+            return Outcome(None, float(chains.least_s.max()), effort=0)
         effort = chains.num_chunks * self._problem.pipeline.num_stages
         result = self._order(chains, candidate.warmup, incumbent)
         if isinstance(result, Beaten):
@@ -265,6 +265,9 @@ class Evaluator:
         result: Result | Beaten = NOTHING
         for _ in range(1 + _RETRIES):
             order = forwards_within_memory(problem.pipeline, chains, warmup, margins)
+            least_s = least_in_order_s(problem, chains, order)
+            if cannot_beat(incumbent, least_s):
+                return Beaten(float(least_s.max()))
             memories = order_memories(problem, chains, order)
             result = fit_schedule(problem, chains, memories, incumbent)
             if not isinstance(result, Shortage):
