@@ -53,6 +53,20 @@ def test_compile_refuses_bad_lines(
             ["--memory", "3 limits for 2 stages"],
         ),
         ("compile dataset.jsonl --stages 9", ["--stages 9", "8 layers"]),
+        (
+            "compile dataset.jsonl --devices 6 --stages 4",
+            ["--devices 6", "--stages 4", "multiples of 4"],
+        ),
+        ("compile dataset.jsonl --sequence-parallel 3", ["--sequence-parallel 3", "heads"]),
+        (
+            "compile dataset.jsonl --policy deepspeed --stages 2",
+            ["--policy deepspeed", "one stage", "--stages 1"],
+        ),
+        (
+            "compare dataset.jsonl --devices 4 --stages 2,4",
+            ["--stages 2,4", "--devices", "give one"],
+        ),
+        ("compare dataset.jsonl --devices 7 --replicas 1", ["--devices 7", "no layout"]),
         ("compile dataset.jsonl --policy best", ["--policy best", "epp"]),
         ("compile dataset.jsonl -o nowhere/plan.msgpack", ["nowhere/plan.msgpack", "--output"]),
         # Found before the work begins: here there is nothing to work with.
@@ -130,6 +144,47 @@ def test_compile_reports_the_data_and_how_it_was_cut(folder: Path, call: Call) -
         assert line in err
     for word in ("split", "packed", "recomputed", "times the lower bound", "stage 1", "peak"):
         assert word in err
+
+
+def test_compile_shows_the_layouts_that_it_tried(folder: Path, call: Call) -> None:
+    code, out, err = call("compile", "dataset.jsonl", "--devices", 4, "--policy", "1f1b")
+    assert (code, out) == (0, "")
+    lines = err.splitlines()
+    assert lines[0].startswith("layouts of 4 devices, on a sample of 1 step")
+    assert "stages x sequence parallel x replicas" in lines[1]
+    rows = [line.split() for line in lines if re.match(r" *\d+ x \d+ x \d+ ", line)]
+    layouts = [(int(row[0]), int(row[2]), int(row[4])) for row in rows]
+    assert len(layouts) == 6
+    assert all(stages * shared * replicas == 4 for stages, shared, replicas in layouts)
+    assert rows[0][-1] == "fastest"
+    assert all(row[-1] == "slower" for row in rows[1:])
+    # The plan has the first one.
+    header = json.loads(call("inspect", "plan.msgpack")[1])["header"]
+    found = (len(header["stages"]), header["sequence_parallel"], header["num_replicas"])
+    assert found == layouts[0]
+    assert call("verify", "plan.msgpack")[0] == 0
+
+
+def test_a_layout_that_is_given_is_not_searched(folder: Path, call: Call) -> None:
+    layout = ("--stages", 2, "--sequence-parallel", 2, "--replicas", 1)
+    code, _, err = call("compile", "dataset.jsonl", *layout, "--devices-per-node", 2)
+    assert code == 0
+    assert "layouts of" not in err
+    header = json.loads(call("inspect", "plan.msgpack")[1])["header"]
+    assert (len(header["stages"]), header["sequence_parallel"]) == (2, 2)
+    assert header["devices_per_node"] == 2
+    assert call("verify", "plan.msgpack", "--data", "dataset.jsonl")[0] == 0
+
+
+def test_no_layout_that_fits_is_one_line(folder: Path, call: Call) -> None:
+    assert_refused(
+        call,
+        folder,
+        "compile dataset.jsonl --devices 4 --memory 20KiB",
+        "no layout of 4 devices fits; the closest,",
+        "stage 0 needs",
+        "--memory",
+    )
 
 
 def test_compile_says_how_long_it_planned_and_which_search_won(folder: Path, call: Call) -> None:
@@ -241,3 +296,34 @@ def test_compare_refuses_a_part_of_its_grid_before_it_plans_any(
 
     monkeypatch.setattr("infinipipe.planner.compare.compare_policies", plan)
     assert_refused(call, folder, "compare dataset.jsonl --stages 2,64", "--stages 64", "has only")
+
+
+LAYOUT_FIELDS = {
+    *("devices", "memory_limit_bytes", "policy", "layout", "stages", "sequence_parallel"),
+    *("replicas", "feasible", "best", "step_seconds", "at_least_seconds", "ratio_to_pure_work"),
+    *("peak_bytes", "reason"),
+}
+
+
+def test_compare_shows_every_system_on_its_best_layout(folder: Path, call: Call) -> None:
+    arguments = ("dataset.jsonl", "--devices", "2,4", "--batch-size", 6, "--steps", 1)
+    systems = ("--policies", "1f1b,deepspeed,flexsp,megatron")
+    code, out, _ = call("compare", *arguments, *systems, "--json")
+    assert code == 0
+    rows = json.loads(out)
+    assert all(row.keys() == LAYOUT_FIELDS for row in rows)
+    bests = [(row["devices"], row["policy"]) for row in rows if row["best"]]
+    names = ["1f1b", "deepspeed", "flexsp", "megatron"]
+    assert bests == [(devices, name) for devices in (2, 4) for name in names]
+    for row in rows:
+        if row["stages"] is not None:
+            product = row["stages"] * row["sequence_parallel"] * row["replicas"]
+            assert product == row["devices"]
+        if row["best"]:
+            assert row["step_seconds"] == row["at_least_seconds"]
+            assert row["ratio_to_pure_work"] > 1
+    code, out, _ = call("compare", *arguments, *systems)
+    assert code == 0
+    assert "4 devices of 77.0 GiB, layouts of 1f1b" in out
+    assert out.count("every system on its best layout") == 2
+    assert "1 x mixed" in out
