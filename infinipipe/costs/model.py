@@ -7,10 +7,11 @@ from functools import cached_property
 
 import numpy as np
 
-from infinipipe.aliases import Floats, Ints
+from infinipipe.aliases import Floats
 from infinipipe.costs.chunks import (
     CostedChunks,
     InputWeightCosts,
+    Recompute,
     chunk_sizes,
     price_chunks,
     price_input_weight,
@@ -71,14 +72,14 @@ class CostModel:
         return price_input_weight(self.profile, self.stages, costed.sizes)
 
     def op_seconds(
-        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Ints
+        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Recompute
     ) -> Floats:
         """Return (ops,) the seconds of each op of a stage's program.
 
         The profile must price all of them.
         """
         chunks = program.chunks
-        recompute_s = recompute * costed.recompute_s
+        recompute_s = costed.recompute_seconds(recompute)
         forward_s = costed.forward_s[stage_index]
         backward_s = costed.backward_s[stage_index] + recompute_s
         in_forward = forward_s[chunks]

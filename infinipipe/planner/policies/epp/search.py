@@ -9,6 +9,7 @@ import numpy as np
 
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
+from infinipipe.planner.passes.ladder import whole_menu
 from infinipipe.planner.passes.schedule import (
     NOTHING,
     CostedChains,
@@ -248,7 +249,7 @@ class Evaluator:
         key = replace(candidate, warmup=ONE_CHAIN)
         if key not in self._chains:
             chunks = _cut_chunks(self._problem, candidate)
-            self._chains[key] = price_chains(self._problem, chunks)
+            self._chains[key] = price_chains(self._problem, chunks, whole_menu)
         return self._chains[key]
 
     def _order(self, chains: CostedChains, warmup: Warmup) -> Result:
