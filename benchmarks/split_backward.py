@@ -97,9 +97,8 @@ class MemoryCursor:
         self._stage_index = stage_index
         self._costed = costed
         self._parts = parts
+        self._recompute = recompute
         keep_input, keep_attention = recompute
-        self._keep_input: list[int] = keep_input.tolist()
-        self._keep_attention: list[int] = keep_attention.tolist()
         in_whole = costed.freed_per_layer_bytes * keep_input
         but_attention = costed.freed_per_layer_bytes - costed.attention_bytes
         freed = in_whole + but_attention * keep_attention
@@ -139,7 +138,8 @@ class MemoryCursor:
         self.held += float(self._kept[chunk])
         self._num_forward += 1
         transient = float(self._costed.forward_transient_bytes[self._stage_index, chunk])
-        num_recomputed = self._keep_input[chunk] + self._keep_attention[chunk]
+        keep_input, keep_attention = self._recompute
+        num_recomputed = keep_input[chunk] + keep_attention[chunk]
         if num_recomputed == self._stage.num_layers:
             transient += float(self._costed.recompute_transient_bytes[self._stage_index, chunk])
         return self.held + transfers + transient
@@ -195,9 +195,8 @@ class MemoryCursor:
             slot_gradients=layer_gradients,
             weight_inputs=weight_inputs,
         )
-        in_layers = layers_transient_bytes(
-            self._stage.num_layers, self._keep_input[chunk], self._keep_attention[chunk], layer
-        )
+        own = Recompute(self._recompute.keep_input[chunk], self._recompute.keep_attention[chunk])
+        in_layers = float(layers_transient_bytes(self._stage.num_layers, own, layer))
         self._num_backward += 1
         received = 0.0 if self._stage.head else boundary
         return self.held + transfers + in_layers + received

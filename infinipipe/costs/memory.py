@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.aliases import Bools, Floats
+from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.chunks import ChunkSizes, CostedChunks, InputWeightCosts, Recompute
 from infinipipe.costs.program import PackedProgram
 from infinipipe.ir import OpKind, Stage
@@ -109,9 +110,10 @@ class StageMemory:
         # In its B no count is better than all layers: the last layer is there in any case, and so
         # is the time when the first one runs.
         in_backward = own + freed
-        for chunk in self._uneven_chunks:
-            transient = self.layers_transient(chunk, self.num_layers, 0)
-            in_backward[chunk] = own[chunk] + transient
+        uneven = self._uneven_chunks
+        all_layers = np.full(len(uneven), self.num_layers)
+        drop_all = Recompute(keep_input=all_layers, keep_attention=0 * all_layers)
+        in_backward[uneven] = own[uneven] + self.layers_transient(uneven, drop_all)
         forward_needs = in_forward[chunks]
         backward_needs = in_backward[chunks]
         own_needs = np.where(backward, backward_needs, forward_needs)
@@ -144,28 +146,30 @@ class StageMemory:
         # brings back. If none was, the first to run brings back most, or frees as much.
         kept_attention = self.attention_bytes * (keep_attention > 0)
         in_backward = (self.freed_per_layer_bytes - kept_attention) * all_layers
-        for chunk in self._uneven_chunks:
-            in_backward[chunk] = self.layers_transient(
-                chunk, int(keep_input[chunk]), int(keep_attention[chunk])
-            )
+        uneven = self._uneven_chunks
+        if len(uneven):
+            own = Recompute(keep_input[uneven], keep_attention[uneven])
+            in_backward[uneven] = self.layers_transient(uneven, own)
         chunks = self.program.chunks
         transient: Floats = np.where(
             self.program.is_backward, in_backward[chunks], in_forward[chunks]
         )
         return transient
 
-    def layers_transient(self, chunk: int, keep_input: int, keep_attention: int) -> float:
-        """Return what a chunk's B or I needs above what is held; see `layers_transient_bytes`."""
-        freed = float(self.freed_per_layer_bytes[chunk])
-        boundary = float(self.boundary_bytes[chunk])
+    def layers_transient(self, chunks: Ints, recompute: Recompute) -> Floats:
+        """Return what B or I of some chunks need above what is held; see `layers_transient_bytes`.
+
+        `recompute` has the shape of `chunks`, or one more axis before it.
+        """
+        boundary = self.boundary_bytes[chunks]
         layer = LayerBytes(
-            whole=freed + boundary,
+            whole=self.freed_per_layer_bytes[chunks] + boundary,
             input=boundary,
-            attention=float(self.attention_bytes[chunk]),
-            slot_gradients=float(self.slot_gradient_bytes[chunk]),
-            weight_inputs=float(self.weight_input_bytes[chunk]),
+            attention=self.attention_bytes[chunks],
+            slot_gradients=self.slot_gradient_bytes[chunks],
+            weight_inputs=self.weight_input_bytes[chunks],
         )
-        return layers_transient_bytes(self.num_layers, keep_input, keep_attention, layer)
+        return layers_transient_bytes(self.num_layers, recompute, layer)
 
     def _kept(self, recompute: Recompute) -> Floats:
         """(ops,) what the op's chunk keeps from F to B."""
@@ -176,13 +180,13 @@ class StageMemory:
         return of_ops
 
     @cached_property
-    def _uneven_chunks(self) -> list[int]:
+    def _uneven_chunks(self) -> Ints:
         """Chunks in whose B the layers do not only free what they kept, one after the other.
 
         Gradients of K and V come with each layer, or inputs of W stay.
         """
         uneven = self.slot_gradient_bytes + self.weight_input_bytes
-        return np.flatnonzero(uneven).tolist()
+        return np.flatnonzero(uneven)
 
 
 def stage_memory(
@@ -339,60 +343,53 @@ def _transfers(
     return total
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """What one layer holds of a chunk."""
+class LayerBytes(NamedTuple):
+    """What one layer holds of some chunks; arrays of any one shape, or numbers."""
 
-    whole: float
+    whole: Floats | float
     """What it keeps that is not recomputed."""
-    input: float
+    input: Floats | float
     """What it keeps that is."""
-    attention: float
+    attention: Floats | float
     """What it keeps besides if attention is not run again."""
-    slot_gradients: float = 0.0
+    slot_gradients: Floats | float = 0.0
     """Gradients of K and V if this B is the one that brings them."""
-    weight_inputs: float = 0.0
+    weight_inputs: Floats | float = 0.0
     """What an I leaves for W, which a B does not."""
 
 
-def layers_transient_bytes(
-    num_layers: int, keep_input: int, keep_attention: int, layer: LayerBytes
-) -> float:
+def layers_transient_bytes(num_layers: int, recompute: Recompute, layer: LayerBytes) -> Floats:
     """Return the most that a stage's layers hold within a B or I, above what the chunk kept and all
     its slot gradients.
 
     The layers run backward from the last to the first. Each frees what it kept; each brings, in the
     first B of a split sequence, its gradients of K and V; and those that are recomputed bring back
-    what they did not keep.
+    what they did not keep. First are those that keep only their input, then those that keep
+    attention's output besides.
 
     Args:
         num_layers: of the stage.
-        keep_input: layers that keep only their input: the first ones.
-        keep_attention: layers that keep attention's output besides: the ones after.
+        recompute: how many of them are recomputed; its shape is the result's.
         layer: bytes of each.
     """
+    keep_input, keep_attention = recompute
     num_recomputed = keep_input + keep_attention
     with_attention = layer.input + layer.attention
-    most = -float("inf")
+    first = np.ones_like(num_recomputed)
+    last = num_layers * first
     # Between these layers the sum changes evenly, so it is largest at one of them.
-    corners = {num_layers, num_recomputed + 1, num_recomputed, keep_input + 1, keep_input, 1}
-    layers = set(range(1, num_layers + 1))
-    for number in corners & layers:
-        num_done = num_layers - number
-        # Those that were not recomputed come first, then those that kept attention's output.
-        done_whole = min(num_done, num_layers - num_recomputed)
-        done_attention = min(num_done - done_whole, keep_attention)
-        done_input = num_done - done_whole - done_attention
-        freed = done_whole * layer.whole
-        freed += done_attention * with_attention
-        freed += done_input * layer.input
-        freed -= num_done * layer.weight_inputs
-        brought_back = 0.0
-        if number <= keep_input:
-            brought_back = layer.whole - layer.input
-        elif number <= num_recomputed:
-            brought_back = layer.whole - with_attention
-        missing_gradients = (number - 1) * layer.slot_gradients
-        held = brought_back - freed - missing_gradients
-        most = max(most, held)
-    return most
+    corners = (last, num_recomputed + 1, num_recomputed, keep_input + 1, keep_input, first)
+    number = np.clip(corners, first, last)
+    num_done = num_layers - number
+    # Those that were not recomputed come first, then those that kept attention's output.
+    done_whole = np.minimum(num_done, num_layers - num_recomputed)
+    done_attention = np.minimum(num_done - done_whole, keep_attention)
+    done_input = num_done - done_whole - done_attention
+    freed = done_whole * layer.whole
+    freed = freed + done_attention * with_attention + done_input * layer.input
+    freed = freed - num_done * layer.weight_inputs
+    kept = np.where(number <= keep_input, layer.input, with_attention)
+    brought_back = np.where(number <= num_recomputed, layer.whole - kept, 0.0)
+    missing_gradients = (number - 1) * layer.slot_gradients
+    held = brought_back - freed - missing_gradients
+    return np.asarray(held.max(axis=0))

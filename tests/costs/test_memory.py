@@ -173,7 +173,8 @@ def test_layers_come_and_go_within_a_backward() -> None:
         ]
         expected = max(by_layer) - sum(kept) - num_layers * gradients
         layer = LayerBytes(whole, boundary, attention, gradients, left)
-        found = layers_transient_bytes(num_layers, keep_input, keep_attention, layer)
+        recompute = Recompute(np.array(keep_input), np.array(keep_attention))
+        found = layers_transient_bytes(num_layers, recompute, layer)
         assert found == expected
 
 

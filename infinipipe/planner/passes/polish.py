@@ -26,8 +26,9 @@ from infinipipe.planner.passes.recompute_program import (
 )
 from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
 
-# Integers up to which SCIP is asked: mostly some hundredths of a second, half a second at most.
-_MOST_COUNTS = 60
+# Integers up to which SCIP is asked, two a chunk where attention's output can be kept: mostly some
+# hundredths of a second, half a second at most.
+_MOST_COUNTS = 120
 # Chunks times stages that the local search simulates, give or take: so many tries as that allows,
 # within the two limits below. More tries find better counts and take longer.
 _EFFORT = 40_000

@@ -162,6 +162,8 @@ def formulate(schedule: Schedule) -> IntegerProgram | None:
     if schedule.levels.size > _MOST_CELLS:
         return None
     memory_rows = _memory_rows(schedule)
+    if memory_rows is None:
+        return None
     counted = np.zeros(2 * schedule.levels.size, dtype=np.bool_)
     for row in memory_rows:
         counted[row.cells] = True
@@ -302,11 +304,13 @@ def _precedence(schedule: Schedule) -> _Precedence:
     )
 
 
-def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
-    """Return the rows of all stages' ops that may not fit."""
+def _memory_rows(schedule: Schedule) -> list[_MemoryRow] | None:
+    """Return the rows of all stages' ops that may not fit; None if these alone have too
+    many entries."""
     num_chunks = schedule.chains.num_chunks
     limits = schedule.problem.pipeline.limits
     num_upper_before = schedule.levels.size
+    num_entries = 0
     rows = []
     for stage, memory in enumerate(schedule.memories):
         first_cell = stage * num_chunks
@@ -316,9 +320,12 @@ def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
             freed = np.append(row.lower_bytes, row.upper_bytes)
             largest = freed.max(initial=0.0)
             if row.least_bytes > 0 and largest > 0:
-                used = freed != 0
+                used = np.flatnonzero(freed)
                 shares = freed[used] / largest
                 rows.append(_MemoryRow(cells[used], shares, row.least_bytes / largest))
+                num_entries += len(used)
+            if num_entries > _MOST_ENTRIES:
+                return None
     return rows
 
 
