@@ -38,36 +38,40 @@ _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Parts of a stage's layers that are tried as the recompute count of all its chunks: those of the
 other systems' policies."""
 
-Fit = Callable[[Problem, CostedChains, SequenceOf[StageMemory]], Result]
+Fit = Callable[[Problem, CostedChains, SequenceOf[StageMemory], Result], Result]
 """Chooses recompute counts for given programs, as `fit_schedule` does."""
 
 
 def uniform_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], incumbent: Result
 ) -> Result:
     """Recompute the least part of the layers that fits, the same for every chunk."""
     result: Result = NOTHING
     for part in _PARTS:
-        result = _recompute_part(problem, chains, memories, part)
+        result = _recompute_part(problem, chains, memories, part, incumbent)
         if isinstance(result, Schedule):
             break
     return result
 
 
 def full_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], incumbent: Result
 ) -> Result:
     """Recompute all layers of every chunk."""
-    return _recompute_part(problem, chains, memories, 1.0)
+    return _recompute_part(problem, chains, memories, 1.0, incumbent)
 
 
 def _recompute_part(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], part: float
+    problem: Problem,
+    chains: CostedChains,
+    memories: SequenceOf[StageMemory],
+    part: float,
+    incumbent: Result,
 ) -> Result:
     counts = np.ceil(part * chains.num_layers).astype(np.int64)
     everywhere = np.repeat(counts, chains.num_chunks, axis=1)
     keep_inputs = replace(chains, ladder=inputs_only(chains.costs))
-    return fixed_schedule(problem, keep_inputs, memories, everywhere)
+    return fixed_schedule(problem, keep_inputs, memories, everywhere, incumbent)
 
 
 def recompute_by(fit: Fit, problem: Problem) -> Result:

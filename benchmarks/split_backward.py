@@ -340,9 +340,16 @@ def _fill_waits(case: _Case, chosen: list[frozenset[int]]) -> list[_Stage]:
     """Run all stages, cutting the B of each stage's chosen chunks."""
     ends = connect(case.schedule.programs, case.costed.transfer_s)
     stages = [_Stage(case, stage, chunks, *ends[stage]) for stage, chunks in enumerate(chosen)]
-    # They advance as a `StageReplay` does, which is all that is asked of them.
-    run_stages(stages)  # type: ignore[arg-type]
+    run_stages([stage.replay() for stage in stages])
     return stages
+
+
+def _arrival(channel: Channel, number: int) -> float | None:
+    """Return when a transfer is complete, None if that is not known yet."""
+    if number == len(channel.handed) or number > len(channel.consumed):
+        return None
+    posted = channel.consumed[number - 1] if number else 0.0
+    return max(channel.handed[number], posted) + channel.durations[number]
 
 
 class _Stage:
@@ -367,47 +374,34 @@ class _Stage:
         self._outputs = outputs
         self._waiting: list[Op] = []
         """W, the oldest first."""
-        self._sending: Channel | None = None
-        self._num_done = 0
         self._free = 0.0
 
-    def advance(self) -> bool:
-        """See `infinipipe.costs.simulate.StageReplay`."""
-        any_event = False
-        while self._sending is None or self._hand_over(self._sending):
-            any_event |= self._sending is not None
-            self._sending = None
-            if self._num_done == len(self._order):
-                self._run_waiting()
-                break
-            direction = TRAITS[self._order[self._num_done].kind].travels
-            channel = self._inputs[direction]
-            arrival = 0.0 if channel is None else channel.arrival(len(channel.consumed))
-            if arrival is None:
-                break
+    def replay(self) -> Iterator[int]:
+        """Run the ops, as `infinipipe.costs.simulate.run_stages` asks."""
+        for number, whole in enumerate(self._order):
+            direction = TRAITS[whole.kind].travels
+            source = self._inputs[direction]
+            arrival = 0.0
+            if source is not None:
+                while (known := _arrival(source, len(source.consumed))) is None:
+                    yield 2 * number
+                arrival = known
             self._fill_wait(arrival)
-            op = self._make_room(self._order[self._num_done])
+            op = self._make_room(whole)
             self._free = max(self._free, arrival)
-            if channel is not None:
-                channel.consumed.append(self._free)
-                any_event = True
+            if source is not None:
+                source.consumed.append(self._free)
             self._run(op)
-            self._num_done += 1
-            self._sending = self._outputs[direction]
-        return any_event
-
-    def _hand_over(self, channel: Channel) -> bool:
-        """Let go of what is to be sent, once what was sent before has arrived.
-
-        Return whether that is known.
-        """
-        if channel.handed:
-            arrival = channel.arrival(len(channel.handed) - 1)
-            if arrival is None:
-                return False
-            self._free = max(self._free, arrival)
-        channel.handed.append(self._free)
-        return True
+            target = self._outputs[direction]
+            if target is None:
+                continue
+            if target.handed:
+                # What was sent before has to arrive first.
+                while (known := _arrival(target, len(target.handed) - 1)) is None:
+                    yield 2 * number + 1
+                self._free = max(self._free, known)
+            target.handed.append(self._free)
+        self._run_waiting()
 
     def _fill_wait(self, arrival: float) -> None:
         while self._waiting and self._free < arrival:

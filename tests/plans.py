@@ -284,7 +284,8 @@ def make_spans(step: Step) -> tuple[Span, ...]:
     for number, replica in enumerate(step.replicas):
         durations = [np.array([seconds[op.kind] for op in program]) for program in replica.programs]
         programs = [PackedProgram.pack(program) for program in replica.programs]
-        timeline = simulate(programs, durations, np.zeros(len(replica.chunks)))
+        at_once = np.zeros((len(programs) - 1, len(replica.chunks)))
+        timeline = simulate(programs, durations, at_once)
         for stage, program in enumerate(replica.programs):
             spans += [
                 Span(

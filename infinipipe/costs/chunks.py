@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -59,39 +60,48 @@ class ChunkSizes:
 
 def chunk_sizes(chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> ChunkSizes:
     """Collect the sizes of chunks."""
+    slices = list(chain.from_iterable(chunk.slices for chunk in chunks))
+    sequence = _ints([slice_.sequence for slice_ in slices])
+    start = _ints([slice_.start for slice_ in slices])
+    length = _ints([slice_.length for slice_ in slices])
+    whole_length = _ints([sequences[slice_.sequence].length for slice_ in slices])
+    num_slices = _ints([len(chunk.slices) for chunk in chunks])
+    ends = np.cumsum(num_slices)
+    pairs = length * start + length * (length + 1) // 2
+
     num_chunks = len(chunks)
-    context = [0] * num_chunks
-    continued = [0] * num_chunks
-    split = [-1] * num_chunks
-    split_tokens = [0] * num_chunks
-    num_whole = [len(chunk.slices) for chunk in chunks]
-    for number, chunk in enumerate(chunks):
-        slice_ = chunk.split_slice(sequences)
-        if slice_ is None:
-            continue
-        num_whole[number] -= 1
-        split[number] = slice_.sequence
-        split_tokens[number] = sequences[slice_.sequence].length
-        if slice_.start > 0:
-            context[number] = slice_.start
-            continued[number] = slice_.length
-    tokens = [chunk.num_tokens for chunk in chunks]
-    pairs = [chunk.num_pairs for chunk in chunks]
-    num_slices = [len(chunk.slices) for chunk in chunks]
+    context = np.zeros(num_chunks, dtype=np.int64)
+    continued = np.zeros(num_chunks, dtype=np.int64)
+    split = np.full(num_chunks, -1, dtype=np.int64)
+    split_tokens = np.zeros(num_chunks, dtype=np.int64)
+    # At most one slice of a chunk is a part of its sequence.
+    parts = np.flatnonzero(length != whole_length)
+    holders = np.searchsorted(ends, parts, side="right")
+    split[holders] = sequence[parts]
+    split_tokens[holders] = whole_length[parts]
+    context[holders] = start[parts]
+    continued[holders] = np.where(start[parts] > 0, length[parts], 0)
+    num_parts = np.bincount(holders, minlength=num_chunks)
     return ChunkSizes(
-        tokens=_ints(tokens),
-        pairs=_ints(pairs),
-        slices=_ints(num_slices),
-        context=_ints(context),
-        continued=_ints(continued),
-        whole=_ints(num_whole) > 0,
-        split=_ints(split),
-        split_tokens=_ints(split_tokens),
+        tokens=_sums(length, ends),
+        pairs=_sums(pairs, ends),
+        slices=num_slices,
+        context=context,
+        continued=continued,
+        whole=num_slices > num_parts,
+        split=split,
+        split_tokens=split_tokens,
     )
 
 
 def _ints(values: list[int]) -> Ints:
     return np.array(values, dtype=np.int64)
+
+
+def _sums(values: Ints, ends: Ints) -> Ints:
+    """Return the sums of runs of values, given where each run ends and the next one begins."""
+    so_far = np.append(0, np.cumsum(values))
+    return np.diff(so_far[ends], prepend=0)
 
 
 # The log-sum-exp of attention is in float32, whatever activations are in.

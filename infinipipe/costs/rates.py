@@ -87,17 +87,20 @@ class SizeRates:
         none = np.zeros_like(self.per_pair)
         return SizeRates(self.sizes, self.constant, self.rate, none, none, none, none, none)
 
-    def least_per_token(self) -> Floats:
-        """Return (stages, 1) the least seconds per token at any size, attention apart."""
-        return np.asarray(self._per_token().min(axis=-1, keepdims=True))
+    def least_per_token(self, most_tokens: float = np.inf) -> Floats:
+        """Return (stages, 1) the least seconds per token at any size up to a most, attention
+        apart."""
+        per_token = self._per_token(most_tokens)
+        return np.asarray(per_token.min(axis=-1, keepdims=True))
 
     def most_per_token(self) -> Floats:
         """Return (stages, 1) the most seconds per token at any size, attention apart."""
         return np.asarray(self._per_token().max(axis=-1, keepdims=True))
 
-    def split_seconds(self, lengths: Floats) -> Floats:
-        """Return (stages, lengths) the least seconds of such sequences, however they are cut."""
-        own = self.least_per_token() * lengths
+    def split_seconds(self, lengths: Floats, most_tokens: float = np.inf) -> Floats:
+        """Return (stages, lengths) the least seconds of such sequences, however they are cut into
+        chunks of at most so many tokens."""
+        own = self.least_per_token(most_tokens) * lengths
         return self._with_pairs_and_slice(own, lengths)
 
     def whole_seconds(self, lengths: Floats) -> Floats:
@@ -107,10 +110,15 @@ class SizeRates:
         own = self.constant[..., place] + self.rate[..., place] * lengths
         return self._with_pairs_and_slice(own, lengths)
 
-    def _per_token(self) -> Floats:
+    def _per_token(self, most_tokens: float = np.inf) -> Floats:
+        # A chunk has at least one token, which is where the first range begins.
+        num_ranges = max(1, np.searchsorted(self.sizes.smallest, most_tokens, side="right"))
+        constant = self.constant[..., :num_ranges]
+        rate = self.rate[..., :num_ranges]
+        largest = np.minimum(self.sizes.largest[:num_ranges], max(1.0, most_tokens))
         # At both ends of all ranges: in between, `constant / t + rate` is monotone.
-        at_smallest = self.constant / self.sizes.smallest + self.rate
-        at_largest = self.constant / self.sizes.largest + self.rate
+        at_smallest = constant / self.sizes.smallest[:num_ranges] + rate
+        at_largest = constant / largest + rate
         return np.concatenate([at_smallest, at_largest], axis=-1)
 
     def _with_pairs_and_slice(self, own: Floats, lengths: Floats) -> Floats:

@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,63 +59,49 @@ def simulate(
         transfer_s: (edges, chunks) how long a chunk's activation travels from stage e to the next,
             or its gradient back; edges are pairs of neighbours, one less than stages.
     """
-    stages: list[StageReplay] = []
+    starts: list[list[float]] = []
+    replays: list[Iterator[int]] = []
     ends = connect(programs, transfer_s)
     for program, stage_s, (inputs, outputs) in zip(programs, seconds, ends, strict=True):
-        stages.append(StageReplay(program, stage_s, inputs, outputs))
-    run_stages(stages)
-    for stage in stages:
-        assert stage.has_ended, "deadlock"
-    start_s = [np.array(stage.start, dtype=np.float64) for stage in stages]
-    end_s = [np.array(stage.end, dtype=np.float64) for stage in stages]
+        # Lists, because single elements of arrays are slow.
+        travels: list[int] = program.travels.tolist()
+        durations: list[float] = stage_s.tolist()
+        start: list[float] = []
+        starts.append(start)
+        replays.append(_replay(travels, durations, inputs, outputs, start))
+    run_stages(replays)
+    start_s = [np.array(start, dtype=np.float64) for start in starts]
+    end_s = [start + stage_s for start, stage_s in zip(start_s, seconds, strict=True)]
     return Timeline(tuple(start_s), tuple(end_s))
 
 
-def run_stages(stages: SequenceOf[StageReplay]) -> None:
-    """Let every stage go on until all have ended, or none can.
+def run_stages(stages: SequenceOf[Iterator[int]]) -> None:
+    """Let every stage go on until all have ended.
 
-    In which order stages are let go on does not matter for what comes out.
+    Each yields while it waits for a neighbour, and what it yields tells its waits apart. In which
+    order stages are let go on does not matter for what comes out.
     """
-    num_stages = len(stages)
-    awake = list(range(num_stages))
-    is_awake = [True] * num_stages
-    while awake:
-        number = awake.pop()
-        is_awake[number] = False
-        if not stages[number].advance():
-            continue
-        for neighbour in (number - 1, number + 1):
-            exists = 0 <= neighbour < num_stages
-            if exists and not is_awake[neighbour]:
-                is_awake[neighbour] = True
-                awake.append(neighbour)
+    up = tuple(reversed(stages))
+    waits: list[int | None] = []
+    while True:
+        before = waits
+        # F goes down the stages, and B up.
+        for stage in stages:
+            next(stage, None)
+        waits = [next(stage, None) for stage in up]
+        if not any(wait is not None for wait in waits):
+            return
+        assert waits != before, "deadlock"
 
 
-class Channel:
+class Channel(NamedTuple):
     """Transfers from one stage to a neighbour, in order."""
 
-    def __init__(self, order: list[int], transfer_s: SequenceOf[float]) -> None:
-        self.durations = [transfer_s[chunk] for chunk in order]
-        self.handed: list[float] = []
-        """When the sender let go of each."""
-        self.consumed: list[float] = []
-        """When the op started that consumes each."""
-        self.arrivals: list[float] = []
-        """When each was complete, as far as that is known."""
-
-    def arrival(self, number: int) -> float | None:
-        """Return when a transfer is complete, None if that is not known yet."""
-        arrivals = self.arrivals
-        consumed = self.consumed
-        while (known := len(arrivals)) <= number:
-            if known == len(self.handed) or known > len(consumed):
-                return None
-            # The receive is posted when the op starts that consumes the transfer before.
-            posted = consumed[known - 1] if known else 0.0
-            handed = self.handed[known]
-            begins = handed if handed > posted else posted
-            arrivals.append(begins + self.durations[known])
-        return arrivals[number]
+    durations: list[float]
+    handed: list[float]
+    """When the sender let go of each, as far as it is."""
+    consumed: list[float]
+    """When the op started that consumes each, as far as the receiver is."""
 
 
 _OptionalChannel = Channel | None
@@ -121,69 +109,51 @@ Channels = tuple[_OptionalChannel, _OptionalChannel, _OptionalChannel]
 """Of one stage, indexed by `Direction`; None where there is no neighbour."""
 
 
-class StageReplay:
-    """How far a stage is."""
+def _replay(
+    travels: SequenceOf[int],
+    seconds: SequenceOf[float],
+    inputs: Channels,
+    outputs: Channels,
+    start: list[float],
+) -> Iterator[int]:
+    """Run one stage's ops and append when each starts; yield while the stage waits.
 
-    def __init__(
-        self, program: PackedProgram, seconds: Floats, inputs: Channels, outputs: Channels
-    ) -> None:
-        # Lists, because single elements of arrays are slow.
-        self.travels: list[int] = program.travels.tolist()
-        self.seconds: list[float] = seconds.tolist()
-        self.inputs = inputs
-        self.outputs = outputs
-        self.start: list[float] = []
-        """When each op starts, as far as the stage is."""
-        self.end: list[float] = []
-        self.free = 0.0
-        """When the stage can do something else."""
-        self.sending: Channel | None = None
-        """Where the last op's result has still to be handed over."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all ops have run."""
-        return len(self.start) == len(self.travels)
-
-    def advance(self) -> bool:
-        """Go on until the stage waits or ends.
-
-        Return whether anything happened that a neighbour may wait for.
-        """
-        # Local names: this loop is most of what planning does.
-        free = self.free
-        sending = self.sending
-        any_event = False
-        # One more than there are ops: the last one's result has to be handed over as well.
-        for position in range(len(self.start), len(self.travels) + 1):
-            if sending is not None:
-                handed = sending.handed
-                if handed:
-                    arrival = sending.arrival(len(handed) - 1)
-                    if arrival is None:
-                        break
-                    free = arrival if arrival > free else free
-                handed.append(free)
-                sending = None
-                any_event = True
-            if position == len(self.travels):
-                break
-            direction = self.travels[position]
-            channel = self.inputs[direction]
-            if channel is not None:
-                arrival = channel.arrival(len(channel.consumed))
-                if arrival is None:
-                    break
-                free = arrival if arrival > free else free
-                channel.consumed.append(free)
-                any_event = True
-            self.start.append(free)
-            free += self.seconds[position]
-            self.end.append(free)
-            sending = self.outputs[direction]
-        self.free = free
-        self.sending = sending
-        return any_event
+    This loop is much of what planning does, so what `Channel` means is written out twice: transfer
+    k arrives so many seconds after it was handed over and its receive was posted, which is when the
+    op started that consumed transfer k - 1.
+    """
+    free = 0.0
+    for position, direction in enumerate(travels):
+        source = inputs[direction]
+        if source is not None:
+            durations, handed, consumed = source
+            number = len(consumed)
+            while len(handed) == number:
+                yield 2 * position
+            begins = handed[number]
+            if number and consumed[-1] > begins:
+                begins = consumed[-1]
+            arrival = begins + durations[number]
+            if arrival > free:
+                free = arrival
+            consumed.append(free)
+        start.append(free)
+        free += seconds[position]
+        target = outputs[direction]
+        if target is not None:
+            durations, handed, consumed = target
+            if handed:
+                # What was sent before has to arrive first.
+                last = len(handed) - 1
+                while len(consumed) < last:
+                    yield 2 * position + 1
+                begins = handed[last]
+                if last and consumed[last - 1] > begins:
+                    begins = consumed[last - 1]
+                arrival = begins + durations[last]
+                if arrival > free:
+                    free = arrival
+            handed.append(free)
 
 
 def connect(
@@ -198,12 +168,12 @@ def connect(
     down: list[_OptionalChannel] = [None]
     for program, edge_s in zip(programs[:-1], durations, strict=True):
         order = program.forward_chunks.tolist()
-        down.append(Channel(order, edge_s))
+        down.append(_channel(order, edge_s))
     down.append(None)
     up: list[_OptionalChannel] = [None]
     for program, edge_s in zip(programs[1:], durations, strict=True):
         order = program.backward_chunks.tolist()
-        up.append(Channel(order, edge_s))
+        up.append(_channel(order, edge_s))
     up.append(None)
     # down[s] leads to stage s from the one before, and up[s] leads back from stage s to that one.
     ends = []
@@ -213,6 +183,11 @@ def connect(
         outputs = _channels(down=down[after], up=up[stage])
         ends.append((inputs, outputs))
     return ends
+
+
+def _channel(order: SequenceOf[int], transfer_s: SequenceOf[float]) -> Channel:
+    durations = [transfer_s[chunk] for chunk in order]
+    return Channel(durations, handed=[], consumed=[])
 
 
 def _channels(*, down: _OptionalChannel, up: _OptionalChannel) -> Channels:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs import CostModel
-from infinipipe.ir import Sequence, Stage
+from infinipipe.costs import ChunkRates, CostModel
+from infinipipe.ir import Sequence, Slice, Stage
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,27 @@ class Problem:
     members: tuple[int, ...]
     """The replica's sequences, as indices into `sequences`."""
 
-    @property
+    @cached_property
     def lengths(self) -> Ints:
         """Tokens of each member."""
         lengths = [self.sequences[member].length for member in self.members]
         return np.array(lengths, dtype=np.int64)
 
-    def longest_first(self) -> list[int]:
-        """Return the members by length, the longest first."""
-        return sorted(self.members, key=lambda m: (-self.sequences[m].length, m))
+    @cached_property
+    def longest_first(self) -> tuple[int, ...]:
+        """The members by length, the longest first."""
+        members = sorted(self.members, key=lambda m: (-self.sequences[m].length, m))
+        return tuple(members)
+
+    @cached_property
+    def rates(self) -> ChunkRates:
+        """What chunks of the members need at least."""
+        lengths = np.sort(self.lengths)[::-1].astype(np.float64)
+        return self.pipeline.costs.rates(self.pipeline.limits, lengths)
+
+    @cached_property
+    def wholes(self) -> tuple[Slice, ...]:
+        """Each member as one slice, the longest first."""
+        return tuple(
+            Slice(member, 0, self.sequences[member].length) for member in self.longest_first
+        )

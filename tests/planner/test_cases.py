@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pyscipopt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinipipe.costs import Work
@@ -61,6 +61,7 @@ from infinipipe.reports.compiled import plan_report
 from infinipipe.units import show_bytes
 from tests.planner.toys import (
     ROOMY,
+    ROUNDING,
     draw_lengths,
     in_whole,
     roomy_limits,
@@ -583,6 +584,8 @@ def test_a_peak_one_byte_above_the_limit_is_refused(tmp_path: Path) -> None:
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     tightness=st.sampled_from([0.4, 1.0, 1e6]),
 )
+# Plain 1F1B is faster by the last digit, which the quick bound cannot see.
+@example(lengths=[1, 1, 1, 1, 9, 7, 6, 42, 1, 230, 269, 324], counts=[3], tightness=1.0)
 def test_never_slower_than_plain_1f1b(
     lengths: list[int], counts: list[int], tightness: float
 ) -> None:
@@ -591,7 +594,7 @@ def test_never_slower_than_plain_1f1b(
     plain, found = plan_1f1b(problem), plan_epp(problem)
     if isinstance(plain, Schedule):
         assert isinstance(found, Schedule)
-        assert found.makespan_s <= plain.makespan_s
+        assert found.makespan_s <= plain.makespan_s * ROUNDING
 
 
 def first_fit_decreasing(lengths: SequenceOf[int], capacity: int) -> int:

@@ -148,7 +148,7 @@ def test_chains_follow_one_another() -> None:
     first, second, third = (Chunk((Slice(sequence, 0, 1),)) for sequence in range(3))
     chunks = Chunks.of_chains([[first, second], (third,)])
     assert chunks == Chunks((first, second, third), (2, 1))
-    assert chunks.chain_ends == [2, 2, 3]
+    assert chunks.chain_ends.tolist() == [2, 2, 3]
     parts = (Chunks.of_chains([chain]) for chain in ([first, second], [third]))
     assert join_chunks(parts) == chunks
 

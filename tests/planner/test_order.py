@@ -84,7 +84,7 @@ def test_the_window_is_the_smallest_with_no_more_than_a_burst_between_two_b(
     chains: tuple[int, ...], burst: int
 ) -> None:
     chunks = Chunks((), chains)
-    expected = chunks.chain_ends
+    expected = chunks.chain_ends.tolist()
     for place in range(len(expected) - 2, -1, -1):
         expected[place] = max(expected[place], expected[place + 1] - burst)
     assert adaptive_window(chunks, burst).tolist() == expected

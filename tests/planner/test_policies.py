@@ -40,6 +40,7 @@ from infinipipe.profiles import read_model
 from infinipipe.profiles.analytic import analytic_profile
 from tests.planner.toys import (
     ROOMY,
+    ROUNDING,
     cut,
     draw_lengths,
     in_whole,
@@ -166,7 +167,7 @@ def test_epp_is_best_on_real_lengths(seed: int, tightness: float) -> None:
     best = planned("epp", problem).makespan_s
     for policy in RIVALS:
         found = POLICIES[policy](problem)
-        assert isinstance(found, Shortage) or best <= found.makespan_s, policy
+        assert isinstance(found, Shortage) or best <= found.makespan_s * ROUNDING, policy
 
 
 @settings(max_examples=15)
@@ -192,7 +193,7 @@ def test_epp_is_never_worse_than_another_policy(
     )
     if fastest is not None:
         assert isinstance(own, Schedule)
-        assert own.makespan_s <= fastest
+        assert own.makespan_s <= fastest * ROUNDING
 
 
 def test_a_schedule_says_which_search_won() -> None:

@@ -29,6 +29,9 @@ ToyWindow = Literal["adaptive", "uniform", "serial"]
 TOY_WINDOWS: tuple[ToyWindow, ...] = ("adaptive", "uniform", "serial")
 
 ROOMY = 2**62
+ROUNDING = 1 + 1e-12
+"""By how much sums of the same seconds may differ that are added up in another order: the quick
+bound's and the simulator's, so that an equal schedule may not be simulated."""
 _QUANTILES = Path(__file__).parents[1] / "length_quantiles.json"
 
 

@@ -123,7 +123,7 @@ def _split_lacking_bytes(rates: ChunkRates, lengths: Floats) -> Floats:
         gradients = np.maximum(kv_gradients, first_layer)
         with_last = beyond_room + transient + gradients
         lacking = np.minimum(lacking, with_last)
-    return np.maximum(0.0, lacking)
+    return np.asarray(np.maximum(0.0, lacking))
 
 
 def _kept_bytes(rates: ChunkRates) -> Floats:

@@ -9,8 +9,12 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
+
+from infinipipe.aliases import Ints
 from infinipipe.costs import Work
 from infinipipe.ir import Chunk, Slice
 from infinipipe.planner.passes.packing import Bin, pack
@@ -49,14 +53,12 @@ class Chunks:
             sizes.append(len(chain))
         return cls(tuple(chunks), tuple(sizes))
 
-    @property
-    def chain_ends(self) -> list[int]:
-        """One past the last chunk of each chunk's chain."""
-        ends: list[int] = []
-        for size in self.chains:
-            end = len(ends) + size
-            ends += [end] * size
-        return ends
+    @cached_property
+    def chain_ends(self) -> Ints:
+        """(chunks,) one past the last chunk of each chunk's chain."""
+        sizes = np.array(self.chains, dtype=np.int64)
+        ends = np.cumsum(sizes)
+        return np.repeat(ends, sizes)
 
 
 def join_chunks(parts: Iterable[Chunks]) -> Chunks:
@@ -89,7 +91,7 @@ def cut_chunks(
     longest_whole = mesh.end(1)
     sliced: list[list[Slice]] = []
     shorts: list[Slice] = []
-    for whole in _longest_first(problem):
+    for whole in problem.wholes:
         if whole.length <= longest_whole:
             shorts.append(whole)
             continue
@@ -117,15 +119,6 @@ def cut_chunks(
             *_short_chains(packing.ramp_down),
         ]
     )
-
-
-def _longest_first(problem: Problem) -> list[Slice]:
-    """Return the replica's sequences as one slice each."""
-    wholes: list[Slice] = []
-    for member in problem.longest_first():
-        length = problem.sequences[member].length
-        wholes.append(Slice(member, 0, length))
-    return wholes
 
 
 def _slices(sequence: int, cuts: SequenceOf[int]) -> list[Slice]:

@@ -5,7 +5,6 @@ A stage's program is given by how many F come before each B (`infinipipe.planner
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,17 +43,14 @@ def forwards_within_memory(
     window = adaptive_window(chains.chunks, warmup.burst)
     num_chunks = len(window)
     # B of a chain waits for all its F.
-    least = np.array(chains.chunks.chain_ends, dtype=np.int64)
-    order: list[Ints] = []
-    for stage in range(num_stages):
-        stages_after = num_stages - 1 - stage
-        ahead = math.floor(warmup.per_stage * stages_after)
-        wanted = np.minimum(window + ahead, num_chunks)
-        margin = float(margins[stage])
-        most = _most_in_flight(pipeline, chains, stage, margin)
-        within = np.minimum(wanted, most)
-        order.append(np.maximum(least, within))
-    return connect_stages(np.array(order), least)
+    least = chains.chunks.chain_ends
+    stages_after = np.arange(num_stages - 1, -1, -1)
+    ahead = np.floor(warmup.per_stage * stages_after).astype(np.int64)
+    wanted = np.minimum(window + ahead[:, None], num_chunks)
+    most = _most_in_flight(pipeline, chains, margins)
+    within = np.minimum(wanted, most)
+    order = np.maximum(least, within)
+    return connect_stages(order, least)
 
 
 def connect_stages(order: Ints, least: Ints) -> Ints:
@@ -96,37 +92,38 @@ def connect_stages(order: Ints, least: Ints) -> Ints:
     return lowered
 
 
-def _most_in_flight(pipeline: Pipeline, chains: CostedChains, stage: int, margin: float) -> Ints:
-    """Return for each B about the most F that may come before it within memory."""
+def _most_in_flight(pipeline: Pipeline, chains: CostedChains, margins: Floats) -> Ints:
+    """Return (stages, chunks) for each B about the most F that may come before it within memory."""
     costs = chains.costs
-    num_layers = pipeline.stages[stage].num_layers
+    layers = [stage.num_layers for stage in pipeline.stages]
+    num_layers = np.array(layers)[:, None]
     dropped = num_layers * costs.freed_per_layer_bytes
-    activations = costs.activation_bytes[stage]
-    kept = activations - dropped
-    slots, gradients = _slots(pipeline, chains, stage)
+    kept = costs.activation_bytes - dropped
+    slots, gradients = _slots(pipeline, chains)
     # What each F takes and the B of the same chunk lets go.
     taken_by_chunk = kept + slots
 
-    limit = pipeline.limits[stage]
-    static = pipeline.costs.static_bytes(stage)
-    reserve = _reserve_bytes(chains, stage)
-    room = limit - static - reserve - margin
+    static = [pipeline.costs.static_bytes(stage) for stage in range(pipeline.num_stages)]
+    room = np.array(pipeline.limits) - np.array(static) - _reserve_bytes(chains) - margins
 
     backwards = backward_order(chains.chunks)
-    let_go_each = taken_by_chunk[backwards]
-    let_go = np.cumsum(let_go_each)
+    let_go_each = taken_by_chunk[:, backwards]
+    let_go = np.cumsum(let_go_each, axis=1)
     # Before the first B nothing has been let go.
-    let_go_before = np.append(0.0, let_go[:-1])
-    gradients_then = gradients[backwards]
-    most_bytes = room + let_go_before - gradients_then
-    taken = np.cumsum(taken_by_chunk)
-    most_forwards: Ints = np.searchsorted(taken, most_bytes, side="right")
-    return most_forwards
+    let_go_before = np.zeros_like(let_go)
+    let_go_before[:, 1:] = let_go[:, :-1]
+    gradients_then = gradients[:, backwards]
+    most_bytes = room[:, None] + let_go_before - gradients_then
+    taken = np.cumsum(taken_by_chunk, axis=1)
+    most_forwards: list[Ints] = []
+    for taken_there, most_there in zip(taken, most_bytes, strict=True):
+        most_forwards.append(np.searchsorted(taken_there, most_there, side="right"))
+    return np.array(most_forwards)
 
 
-def _reserve_bytes(chains: CostedChains, stage: int) -> float:
-    """Return about the most that any op may need while it runs: its own transient bytes, transfers
-    and a layer that is recomputed.
+def _reserve_bytes(chains: CostedChains) -> Floats:
+    """Return (stages,) about the most that any op may need while it runs: its own transient bytes,
+    transfers and a layer that is recomputed.
 
     The ledger (`infinipipe.costs.memory`) counts four transfers, of each direction one ahead and
     one behind, and in B the gradient that came as well. This has those five in B and three in F,
@@ -134,23 +131,21 @@ def _reserve_bytes(chains: CostedChains, stage: int) -> float:
     """
     costs = chains.costs
     boundary = costs.boundary_bytes
-    in_forward = costs.forward_transient_bytes[stage]
-    in_backward = costs.backward_transient_bytes[stage]
-    in_backward = in_backward + 2 * boundary
-    transient = np.maximum(in_forward, in_backward)
+    in_backward = costs.backward_transient_bytes + 2 * boundary
+    transient = np.maximum(costs.forward_transient_bytes, in_backward)
     transfers = 3 * boundary
-    needed = transient + transfers + costs.freed_per_layer_bytes
-    return float(needed.max())
+    needed: Floats = transient + transfers + costs.freed_per_layer_bytes
+    return np.asarray(needed.max(axis=1))
 
 
-def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats, Floats]:
-    """Return (chunks,) the slot bytes that each F opens and its B closes, and the gradients that
-    are there during each B."""
+def _slots(pipeline: Pipeline, chains: CostedChains) -> tuple[Floats, Floats]:
+    """Return (stages, chunks) the slot bytes that each F opens and its B closes, and the gradients
+    that are there during each B."""
     costs = pipeline.costs
     chunks = chains.chunks
     sizes = chains.costs.sizes
     sizes_of_own_chain = np.repeat(chunks.chains, chunks.chains)
-    ends = np.array(chunks.chain_ends, dtype=np.int64)
+    ends = chunks.chain_ends
     starts = ends - sizes_of_own_chain
     tokens_so_far = np.cumsum(sizes.tokens)
     tokens_before = np.append(0.0, tokens_so_far)
@@ -161,9 +156,9 @@ def _slots(pipeline: Pipeline, chains: CostedChains, stage: int) -> tuple[Floats
     chain_tokens = before_end - before_start
     is_split = sizes.split >= 0
     tokens = np.where(is_split, chain_tokens, 0.0)
-    slots = costs.slot_bytes(stage, tokens)
-    gradients = costs.slot_gradient_bytes(stage, tokens)
     places = np.arange(len(ends))
-    is_first = places == starts
-    opened = np.where(is_first, slots, 0.0)
-    return opened, gradients
+    first_tokens = np.where(places == starts, tokens, 0.0)
+    stages = range(pipeline.num_stages)
+    opened = [costs.slot_bytes(stage, first_tokens) for stage in stages]
+    gradients = [costs.slot_gradient_bytes(stage, tokens) for stage in stages]
+    return np.array(opened), np.array(gradients)

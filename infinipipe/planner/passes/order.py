@@ -26,7 +26,7 @@ the chains ahead need for F and B to alternate.
 
 def backward_order(chunks: Chunks) -> Ints:
     """Return the chunks in the order of B."""
-    ends = _chain_ends(chunks)
+    ends = chunks.chain_ends
     sizes = np.array(chunks.chains, dtype=np.int64)
     sizes_of_own_chain = np.repeat(sizes, sizes)
     starts = ends - sizes_of_own_chain
@@ -70,7 +70,7 @@ def adaptive_window(chunks: Chunks, burst: int) -> Ints:
     come before its first B: the least n with n[j] >= n[j + 1] - burst and n[j] >= the end of the
     chain.
     """
-    ends = _chain_ends(chunks)
+    ends = chunks.chain_ends
     places = np.arange(len(ends))
     steady = burst * places
     # What a chain asks for beyond a steady burst has to be run before earlier B.
@@ -84,7 +84,7 @@ def adaptive_window(chunks: Chunks, burst: int) -> Ints:
 
 def flushed_order(chunks: Chunks, num_stages: int, rounds: int) -> Ints:
     """Return the order that runs all F of a round before its first B; a round ends with a chain."""
-    ends = _chain_ends(chunks)
+    ends = chunks.chain_ends
     num_chunks = len(ends)
     numbers = np.arange(1, rounds + 1)
     even_ends = np.ceil(numbers * num_chunks / rounds)
@@ -128,10 +128,6 @@ def overlap_orders(order: Ints, ends: SequenceOf[int]) -> Ints:
     is_draining = num_left <= ahead
     with_overlap: Ints = np.where(is_draining, overlapped, order)
     return with_overlap
-
-
-def _chain_ends(chunks: Chunks) -> Ints:
-    return np.array(chunks.chain_ends, dtype=np.int64)
 
 
 def _stages_after(num_stages: int) -> Ints:

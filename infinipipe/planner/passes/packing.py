@@ -8,6 +8,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from infinipipe.costs import Work
 from infinipipe.ir import Chunk, Slice
 from infinipipe.planner.passes.ramp import NO_RAMP, Ramp
@@ -85,7 +87,8 @@ def pack(
         max_tokens: of any bin.
         ramp: sizes of the first and last new bins, as far as there is work for them.
     """
-    works = [work.between(0, slice_.length) for slice_ in shorts]
+    lengths = np.array([slice_.length for slice_ in shorts], dtype=np.int64)
+    works: list[float] = work.whole(lengths).tolist()
     weighed = list(zip(shorts, works, strict=True))
     lacks = [target - tail.work for tail in tails]
     lacking = sum(max(0.0, lack) for lack in lacks)
@@ -174,16 +177,16 @@ def _pack_balanced(
                 break
             entry = heapq.heappop(heap)
             without_room.append(entry)
-        if heap:
-            _, index = heapq.heappop(heap)
-        else:
-            index = len(bins)
+        if not heap:
+            # It is put into a new bin.
+            heap.append((-target, len(bins)))
             bins.append(Bin())
             wanted.append(target)
+        _, index = heap[0]
         chosen = bins[index]
         chosen.add(slice_, seconds)
         above = chosen.work - wanted[index]
-        heapq.heappush(heap, (above, index))
+        heapq.heapreplace(heap, (above, index))
         # A shorter slice may still fit in.
         for entry in without_room:
             heapq.heappush(heap, entry)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -54,6 +56,27 @@ class CostedChains:
     def recompute_s(self, levels: Ints) -> Floats:
         """Return (stages, chunks) the seconds that levels add to B."""
         return self.ladder.seconds(levels, self.num_layers)
+
+    @cached_property
+    def least_s(self) -> Floats:
+        """(stages,) what no order of these chunks can undercut, for much less than it takes to
+        simulate.
+
+        F runs by chunk number in every order, and B backwards within chains. So a stage waits until
+        the first chunk comes down, and when its last B has ended that one goes all the way up.
+        """
+        costs = self.costs
+        first = 0
+        last = int(backward_order(self.chunks)[-1])
+        forward_s = costs.forward_s[:-1, first]
+        backward_s = costs.backward_s[:-1, last]
+        down_s = np.cumsum(forward_s + costs.transfer_s[:, first])
+        up_s = np.cumsum(backward_s + costs.transfer_s[:, last])
+        # The first stage neither waits nor drains.
+        waits_s = np.concatenate([[0.0], down_s])
+        drains_s = np.concatenate([[0.0], up_s])
+        least_s: Floats = waits_s + costs.work_s + drains_s
+        return least_s
 
 
 # What a schedule says that no search has named yet.
@@ -106,6 +129,13 @@ NOTHING = Shortage(0, math.inf, 0.0)
 """Before anything has been tried: everything is better."""
 
 
+class Beaten(NamedTuple):
+    """What was not simulated, because it cannot beat the incumbent."""
+
+    at_least_s: float
+    """Its makespan cannot undercut that."""
+
+
 def makespan_of(result: Result) -> float:
     """Return the simulated seconds of a result, infinity if it is a shortage."""
     return result.makespan_s if isinstance(result, Schedule) else math.inf
@@ -132,9 +162,38 @@ def price_chains(
     return CostedChains(chunks, priced, make_ladder(priced), np.array(num_layers)[:, None])
 
 
-def order_memories(
-    problem: Problem, chains: CostedChains, forwards_before: Ints
-) -> tuple[StageMemory, ...]:
+class Memories(SequenceOf[StageMemory]):
+    """Every stage's program and its bytes, each made when it is asked for.
+
+    Many candidates fail on their first stages.
+    """
+
+    def __init__(self, num_stages: int, make: Callable[[int], StageMemory]) -> None:
+        self._made: list[StageMemory | None] = [None] * num_stages
+        self._make = make
+
+    def __len__(self) -> int:
+        """Return how many stages there are."""
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, stage: int) -> StageMemory: ...
+
+    @overload
+    def __getitem__(self, stage: slice) -> list[StageMemory]: ...
+
+    def __getitem__(self, stage: int | slice) -> StageMemory | list[StageMemory]:
+        """Return what a stage holds, or some stages."""
+        if isinstance(stage, slice):
+            return [self[each] for each in range(len(self))[stage]]
+        memory = self._made[stage]
+        if memory is None:
+            memory = self._make(range(len(self))[stage])
+            self._made[stage] = memory
+        return memory
+
+
+def order_memories(problem: Problem, chains: CostedChains, forwards_before: Ints) -> Memories:
     """Return every stage's program and its bytes.
 
     Args:
@@ -144,17 +203,22 @@ def order_memories(
     """
     costs = problem.pipeline.costs
     backwards = backward_order(chains.chunks)
-    memories: list[StageMemory] = []
-    for stage, row in enumerate(forwards_before):
-        program = PackedProgram.interleave(row, backwards)
-        memories.append(costs.memory(stage, chains.costs, program))
-    return tuple(memories)
+
+    def make(stage: int) -> StageMemory:
+        program = PackedProgram.interleave(forwards_before[stage], backwards)
+        return costs.memory(stage, chains.costs, program)
+
+    return Memories(len(forwards_before), make)
 
 
 def fit_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
-) -> Result:
-    """Choose recompute levels for given programs and simulate them.
+    problem: Problem,
+    chains: CostedChains,
+    memories: SequenceOf[StageMemory],
+    incumbent: Result = NOTHING,
+) -> Result | Beaten:
+    """Choose recompute levels for given programs and simulate them, unless the first stages' levels
+    tell that they cannot beat the incumbent.
 
     A shortage is that of the first stage that does not fit; later ones may lack more. (Where levels
     are given, `fixed_schedule` looks at all and returns the largest.)
@@ -165,16 +229,25 @@ def fit_schedule(
         levels = fit_recompute(memory, chains.ladder, limit)
         if isinstance(levels, float):
             return Shortage(stage, levels, limit)
+        recompute_s = chains.ladder.seconds(levels, memory.num_layers)
+        least_s = chains.least_s[stage] + recompute_s.sum()
+        if least_s >= makespan_of(incumbent):
+            return Beaten(float(least_s))
         rows.append(levels)
     return simulate_schedule(problem, chains, memories, np.array(rows, dtype=np.int64))
 
 
 def fixed_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], levels: Ints
+    problem: Problem,
+    chains: CostedChains,
+    memories: SequenceOf[StageMemory],
+    levels: Ints,
+    incumbent: Result = NOTHING,
 ) -> Result:
     """Simulate given programs with given recompute levels, if they fit.
 
-    If they do not, return the largest shortage of all stages.
+    If they do not, return the largest shortage of all stages; or any of them, where there is an
+    incumbent that fits, as every shortage is worse.
     """
     shortages = []
     for stage, memory in enumerate(memories):
@@ -184,6 +257,8 @@ def fixed_schedule(
         most = float(during.max())
         if most > limit:
             shortages.append(Shortage(stage, most, limit))
+            if isinstance(incumbent, Schedule):
+                break
     if shortages:
         return max(shortages, key=lambda shortage: shortage.missing)
     return simulate_schedule(problem, chains, memories, levels)
@@ -203,35 +278,9 @@ def simulate_schedule(
     return Schedule(problem, chains, tuple(memories), levels, timeline)
 
 
-def quick_bound_s(chains: CostedChains, levels: Ints | None = None) -> float:
-    """Return what no order of these chunks can undercut, for much less than it takes to simulate.
-
-    F runs by chunk number in every order, and B backwards within chains. So a stage waits until the
-    first chunk comes down, and when its last B has ended that one goes all the way up.
-    """
-    costs = chains.costs
-    first = 0
-    last = int(backward_order(chains.chunks)[-1])
-    forward_s = costs.forward_s[:-1, first]
-    backward_s = costs.backward_s[:-1, last]
-    down_s = np.cumsum(forward_s + costs.transfer_s[:, first])
-    up_s = np.cumsum(backward_s + costs.transfer_s[:, last])
-    work_s = costs.work_s
-    if levels is not None:
-        recompute_s = chains.recompute_s(levels)
-        work_s = work_s + recompute_s.sum(axis=1)
-    # The first stage neither waits nor drains.
-    waits_s = np.concatenate([[0.0], down_s])
-    drains_s = np.concatenate([[0.0], up_s])
-    least_s = waits_s + work_s + drains_s
-    return float(least_s.max())
-
-
-def cannot_beat(incumbent: Result, chains: CostedChains, levels: Ints | None = None) -> bool:
-    """Return whether no order of these chunks is faster than the incumbent."""
-    if not isinstance(incumbent, Schedule):
-        return False
-    return quick_bound_s(chains, levels) >= incumbent.makespan_s
+def cannot_beat(incumbent: Result, least_s: Floats) -> bool:
+    """Return whether what takes at least so many seconds on each stage is no faster."""
+    return float(least_s.max()) >= makespan_of(incumbent)
 
 
 def empty_replica(num_stages: int, makespan_s: float) -> Replica:

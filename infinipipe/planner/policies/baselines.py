@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from infinipipe.aliases import Ints
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs import Work
 from infinipipe.ir import Chunk
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
+from infinipipe.planner.passes.least import (
+    least_in_order_s,
+    least_of_size_s,
+    least_with_levels_s,
+)
 from infinipipe.planner.passes.order import Window, flushed_order, windowed_order
 from infinipipe.planner.passes.schedule import (
     NOTHING,
@@ -54,76 +60,96 @@ class _Cut(NamedTuple):
     """One way to make chunks."""
 
     name: str
-    chains: CostedChains
+    least_s: Floats
+    """(stages,) what no schedule of them can undercut."""
+    make: Callable[[], Chunks]
 
 
 class _Setting(NamedTuple):
-    """Chunks, their order, and what may be recomputed, from the least to the most."""
+    """An order of chunks, and what may be recomputed, from the least to the most."""
 
     name: str
-    chains: CostedChains
     order: Ints
     """(stages, chunks) how many F come before each B."""
     recompute: list[tuple[str, Ints]]
     """Names, and (stages, chunks) counts."""
 
 
+_Arrange = Callable[[Problem, CostedChains], Iterable[_Setting]]
+"""Yields what a policy does with chunks; a setting's name says what is set besides them."""
+
+
 def plan_gpipe(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """GPipe (Huang et al. 2019): whole sequences packed by tokens; all F, then all B, in as many
     rounds as needed."""
-    settings = _flushed(problem, _packed(problem))
-    return _best(problem, "gpipe", settings, incumbent)
+    return _best(problem, "gpipe", _packed(problem), _flushed, incumbent)
 
 
 def plan_1f1b(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """1F1B as in DAPPLE (Fan et al. 2020): whole sequences packed by tokens, F and B alternate."""
-    settings = _windowed(problem, _packed(problem))
-    return _best(problem, "1f1b", settings, incumbent)
+    return _best(problem, "1f1b", _packed(problem), _windowed, incumbent)
 
 
 def plan_terapipe(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """TeraPipe (Li et al. 2021): slices of equal time, which is what its dynamic program finds; all
     F, then all B."""
     cuts = _cuts(problem, problem.pipeline.costs.work)
-    settings = _flushed(problem, cuts)
-    return _best(problem, "terapipe", settings, incumbent)
+    return _best(problem, "terapipe", cuts, _flushed, incumbent)
 
 
 def plan_seq1f1b(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """Seq1F1B (Ao et al. 2024): packed micro-batches of k slices of equal length, last in first
     out."""
-    settings = _windowed(problem, _sliced_micro_batches(problem))
-    return _best(problem, "seq1f1b", settings, incumbent)
+    cuts = _sliced_micro_batches(problem)
+    return _best(problem, "seq1f1b", cuts, _windowed, incumbent)
 
 
 def plan_chunkflow(problem: Problem, incumbent: Result = NOTHING) -> Result:
     """ChunkFlow (Yuan et al. 2025): chunks of one size; only the last K of a sequence keep their
     activations."""
-    settings = _chunkflow(problem)
-    return _best(problem, "chunkflow", settings, incumbent)
+    return _best(problem, "chunkflow", _cuts(problem, TOKENS), _chunkflow, incumbent)
 
 
-def _best(problem: Problem, policy: str, settings: Iterable[_Setting], incumbent: Result) -> Result:
-    """Return the best schedule of all settings, or the incumbent if none is better."""
+def _best(
+    problem: Problem,
+    policy: str,
+    cuts: Iterable[_Cut],
+    arrange: _Arrange,
+    incumbent: Result,
+) -> Result:
+    """Return the best schedule of all settings of all cuts, or the incumbent if none is better."""
     best = incumbent
-    for setting in settings:
-        if not cannot_beat(best, setting.chains):
-            best = _least_recompute(problem, policy, setting, best)
+    seen: set[Chunks] = set()
+    for cut in cuts:
+        if cannot_beat(best, cut.least_s):
+            continue
+        chunks = cut.make()
+        if chunks in seen:
+            continue
+        seen.add(chunks)
+        chains = price_chains(problem, chunks)
+        if cannot_beat(best, chains.least_s):
+            continue
+        for setting in arrange(problem, chains):
+            least_s = least_in_order_s(problem, chains, setting.order)
+            if not cannot_beat(best, least_s):
+                name = f"{policy}: {cut.name}{setting.name}"
+                best = _least_recompute(problem, name, chains, setting, best)
     return best
 
 
-def _least_recompute(problem: Problem, policy: str, setting: _Setting, best: Result) -> Result:
+def _least_recompute(
+    problem: Problem, name: str, chains: CostedChains, setting: _Setting, best: Result
+) -> Result:
     """Return the schedule of a setting with the least recompute that fits, if it is better."""
-    chains = setting.chains
     memories = order_memories(problem, chains, setting.order)
     for recomputed, counts in setting.recompute:
-        if cannot_beat(best, chains, counts):
+        if cannot_beat(best, least_with_levels_s(chains, counts)):
             break
-        result = fixed_schedule(problem, chains, memories, counts)
+        result = fixed_schedule(problem, chains, memories, counts, best)
         if isinstance(result, Schedule):
             # The first that fits recomputes least.
-            winner = f"{policy}: {setting.name}, {recomputed}"
-            result = result.won_by(winner)
+            result = result.won_by(f"{name}, {recomputed}")
             return result if is_better(result, best) else best
         if is_better(result, best):
             best = result
@@ -136,58 +162,72 @@ def _packed(problem: Problem) -> Iterator[_Cut]:
     context = _context_tokens(problem)
     most = problem.pipeline.costs.max_chunk_tokens
     if problem.lengths.max() > most:
-        return iter(())
-
-    def cut(size: float) -> Chunks:
+        return
+    for size in _sizes(int(problem.lengths.sum())):
         target = max(size, context)
-        max_tokens = min(most, int(target))
-        return cut_chunks(problem, TOKENS, target, max_tokens)
-
-    return _smaller_and_smaller(problem, cut)
+        yield _cut(problem, _size_name(size), TOKENS, target, min(most, int(target)))
+        if size <= context:
+            # So are all smaller ones.
+            break
 
 
 def _cuts(problem: Problem, work: Work) -> Iterator[_Cut]:
-    """Yield slices of equal work, and short sequences packed to as much."""
+    """Yield slices of equal work, and short sequences packed to as much, for ever smaller sizes in
+    tokens."""
     most = problem.pipeline.costs.max_chunk_tokens
     works = work.whole(problem.lengths)
     total = float(works.sum())
     num_tokens = int(problem.lengths.sum())
-
-    def cut(size: float) -> Chunks:
+    for size in _sizes(num_tokens):
         target = size * total / num_tokens
-        return cut_chunks(problem, work, target, most)
-
-    return _smaller_and_smaller(problem, cut)
-
-
-def _smaller_and_smaller(problem: Problem, cut: Callable[[float], Chunks]) -> Iterator[_Cut]:
-    """Yield chunks for ever smaller sizes in tokens, each once."""
-    num_tokens = int(problem.lengths.sum())
-    seen: set[Chunks] = set()
-    for power in range(_num_sizes(num_tokens)):
-        size = num_tokens / _STEP**power
-        size = max(1.0, size)
-        chunks = cut(size)
-        if chunks not in seen:
-            seen.add(chunks)
-            name = f"chunks of {size:.0f} tokens"
-            yield _Cut(name, price_chains(problem, chunks))
+        yield _cut(problem, _size_name(size), work, target, most)
 
 
 def _sliced_micro_batches(problem: Problem) -> Iterator[_Cut]:
     """Yield micro-batches of the context's tokens, cut into ever more slices."""
     context = _context_tokens(problem)
     most = problem.pipeline.costs.max_chunk_tokens
-    seen: set[Chunks] = set()
     for power in range(_num_sizes(context)):
         count = round(_STEP**power)
-        target = context / count
-        slices = cut_chunks(problem, TOKENS, target, most)
-        chunks = _micro_batches(slices, count)
-        if chunks not in seen:
-            seen.add(chunks)
-            name = f"{count} slices of a micro-batch"
-            yield _Cut(name, price_chains(problem, chunks))
+        name = f"{count} slices of a micro-batch"
+        cut = _cut(problem, name, TOKENS, context / count, most)
+        yield cut._replace(make=partial(_make_micro_batches, cut, count))
+
+
+def _make_micro_batches(cut: _Cut, count: int) -> Chunks:
+    return _micro_batches(cut.make(), count)
+
+
+def _cut(problem: Problem, name: str, work: Work, target: float, max_tokens: int) -> _Cut:
+    """Return chunks of about so much work (`cut_chunks`) that are made when they are asked for.
+
+    Of the tokens that a chunk may have: what lacks most takes the next sequence, and lacks
+    something, so it comes to less than twice the target, a sequence of at least one token aside.
+    Where the token limit has a say in that, chunks are no larger than the limit.
+    """
+    longest = int(problem.lengths.max())
+    first_end = round(min(work.reach(0, target), max_tokens))
+    # Where the longest sequence is not split, its chunk need not be the first.
+    is_split = first_end < longest
+    # Ends are rounded up by less than a token.
+    most_by_work = 2 * target / work.s_per_token + 2
+    least_s = least_of_size_s(
+        problem,
+        first_tokens=max(1, first_end) if is_split else 1,
+        most_tokens=min(max_tokens, most_by_work),
+    )
+    return _Cut(name, least_s, partial(cut_chunks, problem, work, target, max_tokens))
+
+
+def _sizes(num_tokens: int) -> Iterator[float]:
+    """Yield ever smaller sizes in tokens, from all of them."""
+    for power in range(_num_sizes(num_tokens)):
+        size = num_tokens / _STEP**power
+        yield max(1.0, size)
+
+
+def _size_name(size: float) -> str:
+    return f"chunks of {size:.0f} tokens"
 
 
 def _num_sizes(num_tokens: int) -> int:
@@ -203,35 +243,32 @@ def _context_tokens(problem: Problem) -> int:
     return max(problem.pipeline.context_tokens, longest)
 
 
-def _windowed(problem: Problem, cuts: Iterable[_Cut]) -> Iterator[_Setting]:
+def _windowed(problem: Problem, chains: CostedChains) -> Iterator[_Setting]:
     """1F1B, with as many chunks in flight as the longest chain has."""
     num_stages = problem.pipeline.num_stages
-    for name, chains in cuts:
-        order = windowed_order(chains.chunks, num_stages, "uniform", depth=num_stages)
-        yield _Setting(name, chains, order, _static_counts(problem, chains))
+    order = windowed_order(chains.chunks, num_stages, "uniform", depth=num_stages)
+    yield _Setting("", order, _static_counts(problem, chains))
 
 
-def _flushed(problem: Problem, cuts: Iterable[_Cut]) -> Iterator[_Setting]:
+def _flushed(problem: Problem, chains: CostedChains) -> Iterator[_Setting]:
     """All F before all B, in rounds of equally many chunks."""
     num_stages = problem.pipeline.num_stages
-    for name, chains in cuts:
-        counts = _static_counts(problem, chains)
-        rounds = 1
-        most_rounds = len(chains.chunks.chains)
-        while rounds <= most_rounds:
-            order = flushed_order(chains.chunks, num_stages, rounds)
-            yield _Setting(f"{name}, {rounds} rounds", chains, order, counts)
-            rounds *= 2
+    counts = _static_counts(problem, chains)
+    rounds = 1
+    most_rounds = len(chains.chunks.chains)
+    while rounds <= most_rounds:
+        order = flushed_order(chains.chunks, num_stages, rounds)
+        yield _Setting(f", {rounds} rounds", order, counts)
+        rounds *= 2
 
 
-def _chunkflow(problem: Problem) -> Iterator[_Setting]:
+def _chunkflow(problem: Problem, chains: CostedChains) -> Iterator[_Setting]:
     """All layers recomputed but in the last K chunks of each chain."""
     num_stages = problem.pipeline.num_stages
-    for name, chains in _cuts(problem, TOKENS):
-        recompute = _chunkflow_counts(problem, chains.chunks)
-        for window in _WINDOWS:
-            order = windowed_order(chains.chunks, num_stages, window, depth=num_stages)
-            yield _Setting(f"{name}, {window} window", chains, order, recompute)
+    recompute = _chunkflow_counts(problem, chains.chunks)
+    for window in _WINDOWS:
+        order = windowed_order(chains.chunks, num_stages, window, depth=num_stages)
+        yield _Setting(f", {window} window", order, recompute)
 
 
 def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]]:
@@ -240,8 +277,7 @@ def _chunkflow_counts(problem: Problem, chunks: Chunks) -> list[tuple[str, Ints]
     sizes = np.array(chunks.chains)
     num_chunks = len(chunks.chunks)
     # How many chunks of its chain come from each chunk on.
-    ends = np.array(chunks.chain_ends)
-    from_here = ends - np.arange(num_chunks)
+    from_here = chunks.chain_ends - np.arange(num_chunks)
     recompute = []
     for kept in _kept_counts(int(sizes.max())):
         is_dropped = from_here > kept

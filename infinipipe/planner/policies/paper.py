@@ -22,10 +22,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from infinipipe.aliases import Ints
+from infinipipe.aliases import Floats, Ints
 from infinipipe.costs import StageMemory, Work
 from infinipipe.ir import Chunk, Search, Slice
 from infinipipe.planner.passes.chunking import Chunks, join_chunks
+from infinipipe.planner.passes.least import least_in_order_s, least_of_size_s
 from infinipipe.planner.passes.order import join_orders, windowed_order
 from infinipipe.planner.passes.packing import Bin
 from infinipipe.planner.passes.recompute import Shortage
@@ -63,7 +64,7 @@ class _Group:
     """Chains that share one 1F1B pipeline."""
 
     chunks: Chunks
-    memories: tuple[StageMemory, ...]
+    memories: SequenceOf[StageMemory]
     diagonals: Ints
     """c of the tied recompute."""
     recompute_s: float
@@ -77,9 +78,13 @@ def plan_paper(problem: Problem, incumbent: Result = NOTHING) -> Result:
     for number in _SLICE_NUMBERS:
         if number > problem.lengths.max():
             break
+        least_s = _least_s(problem, number)
+        if cannot_beat(incumbent, least_s) or cannot_beat(own, least_s):
+            continue
         chains = make_chains(problem, problem.pipeline.costs.work, number)
         priced = price_chains(problem, _join(chains))
-        if cannot_beat(incumbent, priced) or cannot_beat(own, priced):
+        least_s = least_in_order_s(problem, priced, priced.chunks.chain_ends)
+        if cannot_beat(incumbent, least_s) or cannot_beat(own, least_s):
             continue
         result, groups = _plan_chains(problem, chains)
         if isinstance(result, Schedule):
@@ -91,6 +96,20 @@ def plan_paper(problem: Problem, incumbent: Result = NOTHING) -> Result:
     if isinstance(own, Schedule) and _can_gain(own, incumbent):
         own = _solve(problem, own, own_groups)
     return own if is_better(own, incumbent) else incumbent
+
+
+def _least_s(problem: Problem, number: int) -> Floats:
+    """Return (stages,) what no chunks of a slice number can undercut."""
+    costs = problem.pipeline.costs
+    longest = int(problem.lengths.max())
+    mesh = _mesh(costs.work, longest, number, costs.max_chunk_tokens)
+    # Where the longest sequence is not split, its chunk need not be the first.
+    is_split = mesh[1] < longest
+    return least_of_size_s(
+        problem,
+        first_tokens=mesh[1] if is_split else 1,
+        most_tokens=_most_tokens(mesh),
+    )
 
 
 def _plan_chains(problem: Problem, chains: list[Chain]) -> tuple[Result, list[_Group]]:
@@ -129,7 +148,7 @@ def _can_gain(schedule: Schedule, incumbent: Result) -> bool:
 
 def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
     """Algorithm 1, "workload-balanced sequence chunking": return chains, longest first."""
-    members = problem.longest_first()
+    members = problem.longest_first
     longest = problem.sequences[members[0]].length
     most = problem.pipeline.costs.max_chunk_tokens
     mesh = _mesh(work, longest, number, most)
@@ -149,7 +168,7 @@ def make_chains(problem: Problem, work: Work, number: int) -> list[Chain]:
         tail_work = work.between(tail.start, tail.stop)
         buckets.append(Bin(tail_work, tail.length, [tail]))
     most_work = work.between(0, mesh[1])
-    most_tokens = max(stop - start for start, stop in pairwise(mesh))
+    most_tokens = _most_tokens(mesh)
     _fill_buckets(work, shorts, buckets, most_work, most_tokens)
 
     chains: list[Chain] = []
@@ -185,6 +204,11 @@ def _mesh(work: Work, longest: int, number: int, most_tokens: int) -> list[int]:
     if mesh[1] > most_tokens:
         return _mesh(work, longest, number + 1, most_tokens)
     return mesh
+
+
+def _most_tokens(mesh: SequenceOf[int]) -> int:
+    """Return the tokens of the longest slice."""
+    return max(stop - start for start, stop in pairwise(mesh))
 
 
 def _fill_buckets(

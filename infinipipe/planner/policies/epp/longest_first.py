@@ -15,6 +15,7 @@ from infinipipe.planner.passes.in_flight import connect_stages
 from infinipipe.planner.passes.ladder import whole_menu
 from infinipipe.planner.passes.order import join_orders, overlap_orders
 from infinipipe.planner.passes.schedule import (
+    Beaten,
     CostedChains,
     Result,
     Schedule,
@@ -42,7 +43,7 @@ def try_longest_first(problem: Problem, space: SearchSpace, incumbent: Result) -
     the longest sequences first."""
     if _over_bound(problem, incumbent) <= _FAR:
         return incumbent
-    members = problem.longest_first()
+    members = problem.longest_first
     with_room = _leave_room(problem, problem.sequences[members[0]].length)
     best = incumbent
     alone: list[Schedule] = []
@@ -107,9 +108,8 @@ def _join(problem: Problem, parts: SequenceOf[Schedule]) -> Result:
     chains = price_chains(problem, chunks, whole_menu)
     one_by_one = join_orders([part.forwards_before for part in parts])
     ends = np.cumsum([part.chains.num_chunks for part in parts]).tolist()
-    least = np.array(chunks.chain_ends)
     overlapped = overlap_orders(one_by_one, ends)
-    overlapped = connect_stages(overlapped, least)
+    overlapped = connect_stages(overlapped, chunks.chain_ends)
     apart = _fit_order(problem, chains, one_by_one)
     together = _fit_order(problem, chains, overlapped)
     return together if is_better(together, apart) else apart
@@ -117,4 +117,6 @@ def _join(problem: Problem, parts: SequenceOf[Schedule]) -> Result:
 
 def _fit_order(problem: Problem, chains: CostedChains, order: Ints) -> Result:
     memories = order_memories(problem, chains, order)
-    return fit_schedule(problem, chains, memories)
+    result = fit_schedule(problem, chains, memories)
+    assert not isinstance(result, Beaten), "there is no incumbent"
+    return result

@@ -10,17 +10,20 @@ import numpy as np
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
 from infinipipe.planner.passes.ladder import whole_menu
+from infinipipe.planner.passes.least import least_in_order_s
+from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import (
     NOTHING,
+    Beaten,
     CostedChains,
     Result,
     Schedule,
+    cannot_beat,
     fit_schedule,
     is_better,
     makespan_of,
     order_memories,
     price_chains,
-    quick_bound_s,
 )
 from infinipipe.planner.policies.epp.candidates import (
     COARSE,
@@ -83,7 +86,7 @@ class Outcome:
     """What a candidate yields."""
 
     result: Result | None
-    """None where it cannot beat the incumbent, so that nothing was ordered."""
+    """None where it cannot beat the incumbent, so that it was not simulated."""
     at_least_s: float
     """Of the result, infinity for a shortage; without a result, what it cannot undercut."""
     effort: int
@@ -237,13 +240,14 @@ class Evaluator:
     def evaluate(self, candidate: Candidate, incumbent: Result) -> Outcome:
         """Make the schedule of a candidate, unless it cannot beat the incumbent."""
         chains = self._cut(candidate)
-        least_s = quick_bound_s(chains)
-        if least_s >= makespan_of(incumbent):
-            return Outcome(None, least_s, effort=0)
-        result = self._order(chains, candidate.warmup)
+        if cannot_beat(incumbent, chains.least_s):
+            return Outcome(None, float(chains.least_s.max()), effort=0)
+        effort = chains.num_chunks * self._problem.pipeline.num_stages
+        result = self._order(chains, candidate.warmup, incumbent)
+        if isinstance(result, Beaten):
+            return Outcome(None, result.at_least_s, effort)
         if isinstance(result, Schedule):
             result = result.won_by(str(candidate))
-        effort = chains.num_chunks * self._problem.pipeline.num_stages
         return Outcome(result, makespan_of(result), effort)
 
     def _cut(self, candidate: Candidate) -> CostedChains:
@@ -254,19 +258,22 @@ class Evaluator:
             self._chains[key] = price_chains(self._problem, chunks, whole_menu)
         return self._chains[key]
 
-    def _order(self, chains: CostedChains, warmup: Warmup) -> Result:
+    def _order(self, chains: CostedChains, warmup: Warmup, incumbent: Result) -> Result | Beaten:
         """Order chunks and choose their recompute.
 
         Where that does not fit, leave as much more free as was missing and try again.
         """
         problem = self._problem
         margins = np.zeros(problem.pipeline.num_stages)
-        result: Result = NOTHING
+        result: Result | Beaten = NOTHING
         for _ in range(1 + _RETRIES):
             order = forwards_within_memory(problem.pipeline, chains, warmup, margins)
+            least_s = least_in_order_s(problem, chains, order)
+            if cannot_beat(incumbent, least_s):
+                return Beaten(float(least_s.max()))
             memories = order_memories(problem, chains, order)
-            result = fit_schedule(problem, chains, memories)
-            if isinstance(result, Schedule):
+            result = fit_schedule(problem, chains, memories, incumbent)
+            if not isinstance(result, Shortage):
                 break
             margins[result.stage] += result.missing
         return result
