@@ -184,13 +184,13 @@ def descend(trials: Trials) -> None:
 
 
 def try_few_counts(trials: Trials, start: Candidate) -> None:
-    """Try many numbers of parts, cut in every way."""
+    """Try many numbers of parts, by every share of attention, and in even slices by the first."""
     for count in _FEW_COUNTS:
         num_parts = clip_parts(count, trials.most_parts)
         for attention in trials.space.attentions:
-            for even in trials.space.evens:
-                candidate = replace(start, num_parts=num_parts, attention=attention, even=even)
-                trials.try_out(candidate)
+            trials.try_out(replace(start, num_parts=num_parts, attention=attention))
+        for even in trials.space.evens:
+            trials.try_out(replace(start, num_parts=num_parts, even=even))
 
 
 def climb(trials: Trials, factor: float) -> None:
