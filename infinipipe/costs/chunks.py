@@ -12,6 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -103,6 +104,15 @@ def _sums(values: Ints, ends: Ints) -> Ints:
     return np.diff(so_far[ends], prepend=0)
 
 
+class Recompute(NamedTuple):
+    """How many layers of each chunk are recomputed in B; (chunks,), or (stages, chunks)."""
+
+    keep_input: Ints
+    """Those that keep only their input."""
+    keep_attention: Ints
+    """Those that keep attention's output besides: their recompute does without its kernel."""
+
+
 @dataclass(frozen=True)
 class CostedChunks:
     """Seconds and bytes of C chunks on P stages.
@@ -115,14 +125,18 @@ class CostedChunks:
     backward_s: Floats
     """Without recompute."""
     recompute_s: Floats
-    """(C,) added to B for each recomputed layer."""
+    """(C,) added to B for each layer that keeps only its input."""
+    attention_s: Floats
+    """(C,) the part of that which a layer is spared that keeps attention's output: its kernel."""
     transfer_s: Floats
     """(edges, C) one activation down from stage e to the next one, or its gradient up: a row for
     each pair of neighbours, P - 1 of them."""
     activation_bytes: Floats
     """Kept from F to B, with no recompute."""
     freed_per_layer_bytes: Floats
-    """(C,) not kept for each recomputed layer."""
+    """(C,) not kept by each layer that keeps only its input."""
+    attention_bytes: Floats
+    """(C,) what a layer holds that keeps attention's output besides: it, and its log-sum-exp."""
     boundary_bytes: Floats
     """(C,) one transfer: what travels between stages, and the input that every layer keeps."""
     forward_transient_bytes: Floats
@@ -138,6 +152,13 @@ class CostedChunks:
         """(P,) seconds of F and B without recompute."""
         seconds = self.forward_s + self.backward_s
         return np.asarray(seconds.sum(axis=1))
+
+    def recompute_seconds(self, recompute: Recompute) -> Floats:
+        """Return what recompute adds to each B, in the shape of its counts."""
+        in_whole = recompute.keep_input * self.recompute_s
+        without_attention = recompute.keep_attention * (self.recompute_s - self.attention_s)
+        seconds: Floats = in_whole + without_attention
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -182,7 +203,9 @@ def price_chunks(
     stages: SequenceOf[Stage],
     edges: SequenceOf[Line],
     sizes: ChunkSizes,
+    *,
     logits_tokens: int,
+    attention_per_token: float,
 ) -> CostedChunks:
     """Price chunks on every stage.
 
@@ -193,6 +216,7 @@ def price_chunks(
         sizes: of the chunks.
         logits_tokens: at most so many tokens' logits are there at a time, on all ranks that share
             the chunk.
+        attention_per_token: bytes of what a layer's attention gives.
     """
     times = profile.times
     tokens = sizes.tokens
@@ -214,6 +238,9 @@ def price_chunks(
 
     boundary = _boundary_bytes(profile, tokens)
     layer = _layer_bytes(profile, sizes)
+    recompute_s = _layer_seconds(times.layer_recompute, sizes)
+    # All but the curve is attention's: the curve has the layer's other parts, and exchanges.
+    besides_attention_s = curve_seconds(times.layer_recompute.curve, tokens)
     besides_layers = tokens * _bytes_besides_layers(profile, columns)
     forward_transient = _forward_transient_bytes(profile, columns, tokens, logits_tokens)
     recompute_transient = _recompute_transient_bytes(profile, columns, tokens, forward_transient)
@@ -221,10 +248,12 @@ def price_chunks(
         sizes=sizes,
         forward_s=forward_s,
         backward_s=backward_s,
-        recompute_s=_layer_seconds(times.layer_recompute, sizes),
+        recompute_s=recompute_s,
+        attention_s=recompute_s - besides_attention_s,
         transfer_s=_transfer_seconds(edges, boundary),
         activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
+        attention_bytes=np.multiply(tokens, attention_per_token, dtype=np.float64),
         boundary_bytes=boundary,
         forward_transient_bytes=forward_transient,
         recompute_transient_bytes=recompute_transient,

@@ -10,10 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from infinipipe.aliases import Floats, Ints
+from infinipipe.aliases import Floats
 from infinipipe.costs.chunks import (
     CostedChunks,
     InputWeightCosts,
+    Recompute,
     chunk_sizes,
     price_chunks,
     price_input_weight,
@@ -29,7 +30,7 @@ from infinipipe.costs.links import (
 from infinipipe.costs.memory import StageBytes, StageMemory, stage_memory
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.rates import ChunkRates, make_rates
-from infinipipe.costs.sharded import ELEMENT_BYTES, sharded_profile
+from infinipipe.costs.sharded import ELEMENT_BYTES, attention_bytes, sharded_profile
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
@@ -83,6 +84,12 @@ class CostModel:
         return sharded_profile(self.profile, self.layout)
 
     @cached_property
+    def _attention_per_token(self) -> float:
+        """Bytes of what a layer's attention gives, on a rank, per token of the chunk."""
+        num_bytes = attention_bytes(self.model, self.profile.dtype)
+        return num_bytes / self.layout.sequence_parallel
+
+    @cached_property
     def _edges(self) -> tuple[Line, ...]:
         return edge_lines(self.profile.times, self.layout)
 
@@ -99,7 +106,8 @@ class CostModel:
             self.stages,
             self._edges,
             replace(sizes, tokens=tokens),
-            self.logits_tokens * num_ranks,
+            logits_tokens=self.logits_tokens * num_ranks,
+            attention_per_token=self._attention_per_token,
         )
 
     def price_input_weight(self, costed: CostedChunks) -> InputWeightCosts | None:
@@ -107,14 +115,14 @@ class CostModel:
         return price_input_weight(self.rank_profile, self.stages, costed.sizes)
 
     def op_seconds(
-        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Ints
+        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Recompute
     ) -> Floats:
         """Return (ops,) the seconds of each op of a stage's program.
 
         The profile must price all of them.
         """
         chunks = program.chunks
-        recompute_s = recompute * costed.recompute_s
+        recompute_s = costed.recompute_seconds(recompute)
         forward_s = costed.forward_s[stage_index]
         backward_s = costed.backward_s[stage_index] + recompute_s
         in_forward = forward_s[chunks]
@@ -286,7 +294,9 @@ class CostModel:
         """
         room = [limit - self.static_bytes(stage) for stage, limit in enumerate(limits)]
         edge = fastest_edge(self.profile.times, self.layout)
-        return make_rates(self.rank_profile, self.stages, edge, room, lengths)
+        return make_rates(
+            self.rank_profile, self.stages, edge, room, lengths, self._attention_per_token
+        )
 
     def layer_s(self, tokens: int, pairs: int, slices: int) -> float:
         """Return the seconds of F and B of one layer for a chunk of whole sequences."""

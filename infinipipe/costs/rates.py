@@ -81,6 +81,11 @@ class SizeRates:
         # Added one after the other as there: `sum` takes another order for a single column.
         return self._changed(lambda part: part[stages].cumsum(axis=0)[-1])
 
+    def without_attention(self) -> SizeRates:
+        """Return the seconds without what attention takes."""
+        none = np.zeros_like(self.per_pair)
+        return SizeRates(self.sizes, self.constant, self.rate, none, none, none, none, none)
+
     def least_per_token(self, most_tokens: float = np.inf) -> Floats:
         """Return (stages, 1) the least seconds per token at any size up to a most, attention
         apart."""
@@ -148,6 +153,8 @@ class TokenBytes:
     """Kept by a layer that is not recomputed, its input included, without K and V."""
     input: float
     """Kept by a layer that is recomputed."""
+    attention: float
+    """Kept besides by one that is recomputed but for attention."""
     freed: float
     """Freed by recomputing a layer; K and V besides, unless they are in a slot."""
     kv: float
@@ -167,11 +174,6 @@ class TokenBytes:
     def full_with_kv(self) -> float:
         """Kept by a layer that is not recomputed, with K and V."""
         return self.full + self.kv
-
-    @property
-    def slot(self) -> float:
-        """Held by one layer's slot when B brings gradients of K and V."""
-        return self.kv + self.kv_gradients
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ class ChunkRates:
     """F and B on each stage, without recompute."""
     recompute: SizeRates
     """Added to B for each layer that is recomputed."""
+    recompute_but_attention: SizeRates
+    """The same of a layer that keeps attention's output."""
     transfer: SizeRates
     """Of one activation, or its gradient, between the nearest neighbours."""
     bytes: TokenBytes
@@ -215,6 +219,7 @@ def make_rates(
     edge: Line,
     room_bytes: SequenceOf[int],
     lengths: Floats,
+    attention_per_token: float,
 ) -> ChunkRates:
     """Return the rates of chunks of a batch.
 
@@ -224,10 +229,11 @@ def make_rates(
         edge: seconds per byte, which no transfer between two stages is faster than.
         room_bytes: of each stage, what its static bytes leave of its limit.
         lengths: (sequences,) tokens of each sequence of the batch, longest first.
+        attention_per_token: bytes of what a layer's attention gives.
     """
     times = profile.times
     parts = _stage_parts(stages)
-    token_bytes = _token_bytes(profile.bytes, parts)
+    token_bytes = _token_bytes(profile.bytes, attention_per_token, parts)
     room = _column(room_bytes) + _SPARE_BYTES
     backward_room = room - profile.bytes.layer_backward_peak.constant
 
@@ -252,6 +258,7 @@ def make_rates(
         embedding=_straight(times.embedding_backward, edges),
         head=_straight(times.head_backward, edges),
     )
+    recompute = _layer_rates(times.layer_recompute, edges, sizes)
     return ChunkRates(
         lengths=lengths,
         sizes=sizes,
@@ -259,7 +266,8 @@ def make_rates(
         forward=forward,
         backward=backward,
         work=forward + backward,
-        recompute=_layer_rates(times.layer_recompute, edges, sizes),
+        recompute=recompute,
+        recompute_but_attention=recompute.without_attention(),
         transfer=_transfer_rates(edge, token_bytes, sizes),
         bytes=token_bytes,
         room=room,
@@ -291,7 +299,7 @@ def _column(of_stages: SequenceOf[int]) -> Floats:
     return np.array(of_stages, dtype=np.float64)[:, None]
 
 
-def _token_bytes(sizes: Bytes, parts: _StageParts) -> TokenBytes:
+def _token_bytes(sizes: Bytes, attention: float, parts: _StageParts) -> TokenBytes:
     full = sizes.layer_full_per_token
     layer_input = float(sizes.activation_per_token)
     beside_layers = (
@@ -307,6 +315,7 @@ def _token_bytes(sizes: Bytes, parts: _StageParts) -> TokenBytes:
     return TokenBytes(
         full=full,
         input=layer_input,
+        attention=attention,
         freed=max(TINY, full - layer_input),
         kv=float(sizes.layer_kv_per_token),
         kv_gradients=float(sizes.layer_kv_grad_per_token),

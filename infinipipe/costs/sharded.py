@@ -17,6 +17,8 @@ from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
 
 ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
 """By the dtype of parameters and activations."""
+_LSE_BYTES = 4
+"""Of a log-sum-exp, which is in float32 whatever activations are in."""
 _EXCHANGES = 4
 """Of a layer's F: Q, K, V and the output; and of its B: their gradients."""
 
@@ -24,6 +26,11 @@ _EXCHANGES = 4
 def query_bytes(model: Model, dtype: DType) -> int:
     """Return the bytes of Q, and of attention's output, of a token."""
     return ELEMENT_BYTES[dtype] * model.num_heads * model.head_dim
+
+
+def attention_bytes(model: Model, dtype: DType) -> int:
+    """Return the bytes of what attention gives for a token: the output, and log-sum-exps."""
+    return query_bytes(model, dtype) + _LSE_BYTES * model.num_heads
 
 
 def exchanged_bytes(model: Model, dtype: DType, num_ranks: int) -> int:

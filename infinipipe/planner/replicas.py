@@ -210,7 +210,7 @@ def _chunk_seconds(schedule: Schedule, stage: int) -> Floats:
     """(C,) seconds of F and B of each chunk on a stage, recompute included."""
     costs = schedule.problem.pipeline.costs
     program = schedule.programs[stage]
-    ops_s = costs.op_seconds(stage, schedule.chains.costs, program, schedule.recompute[stage])
+    ops_s = costs.op_seconds(stage, schedule.chains.costs, program, schedule.recompute_on(stage))
     seconds: Floats = np.zeros(schedule.chains.num_chunks)
     np.add.at(seconds, program.chunks, ops_s)
     return seconds

@@ -146,7 +146,7 @@ class Bytes(
     layer_kv_per_token: float
     """K and V of one layer; kept with the chunk for whole sequences, in the slot for split ones."""
     layer_kv_grad_per_token: float
-    """Gradients of K and V of one layer for a split sequence, per token of the sequence."""
+    """Gradients of K and V of one layer, per token of a split sequence before its last slice."""
     chunk_per_token: float
     """Kept once per chunk on every stage: positions and rotary tables."""
     embedding_per_token: float

@@ -114,7 +114,12 @@ def test_a_step_takes_its_makespan_and_what_ends_it(tmp_path: Path, num_replicas
     dataset = tmp_path / "dataset.jsonl"
     dataset.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
     options = CompileOptions(
-        num_stages=2, num_replicas=num_replicas, batch_size=4, memory_limit_bytes=(ROOMY,)
+        num_stages=2,
+        sequence_parallel=1,
+        num_replicas=num_replicas,
+        devices_per_node=8,
+        batch_size=4,
+        memory_limit_bytes=(ROOMY,),
     )
     compile_plan(open_dataset(dataset, BYTES, 256), profile, options, tmp_path / "plan.msgpack")
     costs = toy_costs(profile, [3, 3], num_replicas=num_replicas)

@@ -276,9 +276,8 @@ def test_plans_of_ranks_that_share_sequences_hold_their_predictions(tmp_path: Pa
     profile = analytic_profile(read_model("tiny"), "a800-80g")
     dataset = open_dataset(tmp_path / "lengths.jsonl", BYTES, profile.model.vocabulary_size)
     options = CompileOptions(num_stages=2, batch_size=8, memory_limit_bytes=(40 * 2**20,))
-    request = options.resolve(profile, len(lengths))
     layout = Layout(num_stages=2, sequence_parallel=4, devices_per_node=4)
-    request = request.__class__(**{**vars(request), "layout": layout})
+    request = options.resolve(profile, len(lengths), layout)
     pipeline = make_pipeline(dataset, profile, request)
     header = make_header(dataset, pipeline, request)
     assert header.layout == layout

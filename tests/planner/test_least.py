@@ -15,7 +15,7 @@ from infinipipe.planner.passes.chunking import cut_chunks
 from infinipipe.planner.passes.least import (
     least_in_order_s,
     least_of_size_s,
-    least_with_counts_s,
+    least_with_levels_s,
 )
 from infinipipe.planner.passes.schedule import (
     Beaten,
@@ -74,7 +74,7 @@ def test_no_schedule_undercuts_what_its_chunks_order_and_counts_tell(
     assert (chains.least_s <= in_any_order).all()
     assert (in_any_order <= in_order).all()
     if isinstance(found, Schedule):
-        with_counts = least_with_counts_s(chains, found.recompute)
+        with_counts = least_with_levels_s(chains, found.levels)
         assert (in_order <= with_counts * ROUNDING).all()
         assert with_counts.max() <= found.makespan_s * ROUNDING
 
@@ -128,7 +128,7 @@ def test_what_the_first_stages_counts_make_too_slow_is_not_simulated() -> None:
     memories = order_memories(problem, chains, order)
     found = fit_schedule(problem, chains, memories)
     assert isinstance(found, Schedule)
-    roomy = simulate_schedule(problem, chains, memories, np.zeros_like(found.recompute))
+    roomy = simulate_schedule(problem, chains, memories, np.zeros_like(found.levels))
     again = order_memories(problem, chains, order)
     beaten = fit_schedule(problem, chains, again, roomy)
     assert isinstance(beaten, Beaten)

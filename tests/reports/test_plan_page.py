@@ -163,8 +163,8 @@ def test_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     )
     rows = browser.find_elements(By.CSS_SELECTOR, "#chunks tr")
     assert [row.text for row in rows[:2]] == [
-        "0 split 16 136 3.000 9.000 3.000 0 1 2 4 [0, 16) of 24",
-        "1 hybrid 15 192 3.000 9.000 3.000 1 2 0 4 [16, 24) of 24, 0 [0, 7) of 7",
+        "0 split 16 136 3.000 9.000 3.000 0+3 1+2 2 4 [0, 16) of 24",
+        "1 hybrid 15 192 3.000 9.000 3.000 1+1 2 0+1 4 [16, 24) of 24, 0 [0, 7) of 7",
     ]
     # Another step and replica, chosen by hand.
     Select(browser.find_element(By.ID, "step")).select_by_visible_text("2")
@@ -234,7 +234,7 @@ def test_hover_shows_the_chunk(browser: Any, tmp_path: Path) -> None:
     assert [line.text for line in lines] == [
         "0B1: hybrid chunk of 15 tokens",
         "10.00 s to 13.00 s, 3.000 s",
-        "of it recompute: 1.000 s, 1 of 3 layers",
+        "of it recompute: 1.000 s, 1 and 1 without attention of 3 layers",
         "row 4 [16, 24) of 24",
         "row 0 [0, 7) of 7",
     ]

@@ -80,7 +80,9 @@ def test_step_document_shows_boundaries_and_positions() -> None:
         == [c["cu_seqlens"][-1] for c in chunks]
         == [16, 16, 13, 4]
     )
-    assert chunks[3]["recompute"] == [counts[3] for counts in step.replicas[0].recompute]
+    replica = step.replicas[0]
+    assert chunks[3]["recompute"] == [counts[3] for counts in replica.recompute]
+    assert chunks[3]["keep_attention"] == [counts[3] for counts in replica.keep_attention]
     assert document["replicas"][0]["chains"] == [[0, 1, 2], [3]]
     programs = document["replicas"][0]["programs"]
     assert (

@@ -55,7 +55,8 @@ def test_trace_shows_every_op_once_where_it_runs(trace: Any) -> None:
     assert all(e["tid"] == parse_op(e["name"])[0] for e in ops)
     first = next(e for e in ops if e["name"] == "0F1" and e["pid"] == 0)
     assert first["args"] == {
-        "chunk": "hybrid", "tokens": 15, "slices": [[4, 16, 24], [0, 0, 7]], "recomputed layers": 1
+        "chunk": "hybrid", "tokens": 15, "slices": [[4, 16, 24], [0, 0, 7]], "recomputed layers": 1,
+        "recomputed without attention": 1,
     }  # fmt: skip
 
 

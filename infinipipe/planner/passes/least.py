@@ -1,7 +1,7 @@
 """Seconds that no schedule of some chunks can undercut, for less than it takes to make one.
 
 Each of these bounds needs more than the one before: a size, chunks (`CostedChains.least_s`), an
-order, recompute counts. What cannot beat the incumbent is not looked at any further.
+order, recompute levels. What cannot beat the incumbent is not looked at any further.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def least_of_size_s(problem: Problem, first_tokens: int, most_tokens: float) -> 
     return least_s
 
 
-def least_with_counts_s(chains: CostedChains, recompute: Ints) -> Floats:
-    """Return (stages,) what no order can undercut with (stages, chunks) recompute counts."""
-    least_s: Floats = chains.least_s + recompute @ chains.costs.recompute_s
+def least_with_levels_s(chains: CostedChains, levels: Ints) -> Floats:
+    """Return (stages,) what no order can undercut with (stages, chunks) recompute levels."""
+    recompute_s = chains.recompute_s(levels)
+    least_s: Floats = chains.least_s + recompute_s.sum(axis=1)
     return least_s
 
 
 def least_in_order_s(problem: Problem, chains: CostedChains, forwards_before: Ints) -> Floats:
-    """Return (stages,) what no recompute counts can undercut in an order, for less than it takes to
+    """Return (stages,) what no recompute levels can undercut in an order, for less than it takes to
     find any.
 
-    Before a B its stage holds activations and slots of all chunks in flight, and counts have to
-    free what is over its limit, at best where a second of recompute frees most.
+    Before a B its stage holds activations and slots of all chunks in flight, and recompute has to
+    free what is over its limit, at best on the lower rungs where a second of it frees most.
 
     Args:
         problem: whose pipeline has the stages and their limits.
@@ -58,7 +59,8 @@ def least_in_order_s(problem: Problem, chains: CostedChains, forwards_before: In
             (chunks,), what is returned holds for every order.
     """
     costs = chains.costs
-    freed_per_s = costs.freed_per_layer_bytes / np.maximum(costs.recompute_s, _LEAST_S)
+    ladder = chains.ladder
+    freed_per_s = ladder.lower_bytes / np.maximum(ladder.lower_s, _LEAST_S)
     most_per_s = float(freed_per_s.max())
     if most_per_s <= 0:
         return chains.least_s

@@ -12,9 +12,17 @@ from typing import NamedTuple, overload
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs import CostedChunks, PackedProgram, StageMemory, Timeline, simulate
+from infinipipe.costs import (
+    CostedChunks,
+    PackedProgram,
+    Recompute,
+    StageMemory,
+    Timeline,
+    simulate,
+)
 from infinipipe.ir import Chunk, Replica, Search, StagePrediction
 from infinipipe.planner.passes.chunking import Chunks
+from infinipipe.planner.passes.ladder import Ladder, inputs_only
 from infinipipe.planner.passes.order import backward_order
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 from infinipipe.planner.problem import Problem
@@ -26,6 +34,10 @@ class CostedChains:
 
     chunks: Chunks
     costs: CostedChunks
+    ladder: Ladder
+    """What recompute there is to choose from."""
+    num_layers: Ints
+    """Of each stage, as a column."""
 
     @property
     def ir_chunks(self) -> tuple[Chunk, ...]:
@@ -36,6 +48,14 @@ class CostedChains:
     def num_chunks(self) -> int:
         """Chunks of all chains."""
         return len(self.ir_chunks)
+
+    def recompute(self, levels: Ints) -> Recompute:
+        """Return what layers keep at (stages, chunks) levels."""
+        return self.ladder.recompute(levels, self.num_layers)
+
+    def recompute_s(self, levels: Ints) -> Floats:
+        """Return (stages, chunks) the seconds that levels add to B."""
+        return self.ladder.seconds(levels, self.num_layers)
 
     @cached_property
     def least_s(self) -> Floats:
@@ -71,8 +91,8 @@ class Schedule:
     chains: CostedChains
     memories: tuple[StageMemory, ...]
     """One per stage; they hold the programs."""
-    recompute: Ints
-    """(stages, chunks)"""
+    levels: Ints
+    """(stages, chunks) of recompute, on the ladder of the chains."""
     timeline: Timeline
     search: Search = _BY_HAND
 
@@ -96,6 +116,10 @@ class Schedule:
             places = np.flatnonzero(program.is_backward)
             rows.append(places - num_earlier)
         return np.array(rows)
+
+    def recompute_on(self, stage: int) -> Recompute:
+        """Return what layers of a stage keep of each chunk."""
+        return self.chains.ladder.recompute(self.levels[stage], self.memories[stage].num_layers)
 
     def won_by(self, winner: str) -> Schedule:
         """Say what made it."""
@@ -132,11 +156,14 @@ def is_better(result: Result, incumbent: Result) -> bool:
             return isinstance(result, Schedule)
 
 
-def price_chains(problem: Problem, chunks: Chunks) -> CostedChains:
-    """Price chunks on every stage."""
+def price_chains(
+    problem: Problem, chunks: Chunks, make_ladder: Callable[[CostedChunks], Ladder] = inputs_only
+) -> CostedChains:
+    """Price chunks on every stage, with some ladder of recompute."""
     costs = problem.pipeline.costs
     priced = costs.price(chunks.chunks, problem.sequences)
-    return CostedChains(chunks, priced)
+    num_layers = [stage.num_layers for stage in problem.pipeline.stages]
+    return CostedChains(chunks, priced, make_ladder(priced), np.array(num_layers)[:, None])
 
 
 class Memories(SequenceOf[StageMemory]):
@@ -194,35 +221,34 @@ def fit_schedule(
     memories: SequenceOf[StageMemory],
     incumbent: Result = NOTHING,
 ) -> Result | Beaten:
-    """Choose recompute counts for given programs and simulate them, unless the first stages' counts
+    """Choose recompute levels for given programs and simulate them, unless the first stages' levels
     tell that they cannot beat the incumbent.
 
-    A shortage is that of the first stage that does not fit; later ones may lack more. (Where counts
+    A shortage is that of the first stage that does not fit; later ones may lack more. (Where levels
     are given, `fixed_schedule` looks at all and returns the largest.)
     """
-    recompute_s = chains.costs.recompute_s
     rows: list[Ints] = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
-        counts = fit_recompute(memory, recompute_s, limit)
-        if isinstance(counts, float):
-            return Shortage(stage, counts, limit)
-        least_s = chains.least_s[stage] + counts @ recompute_s
+        levels = fit_recompute(memory, chains.ladder, limit)
+        if isinstance(levels, float):
+            return Shortage(stage, levels, limit)
+        recompute_s = chains.ladder.seconds(levels, memory.num_layers)
+        least_s = chains.least_s[stage] + recompute_s.sum()
         if least_s >= makespan_of(incumbent):
             return Beaten(float(least_s))
-        rows.append(counts)
-    recompute = np.array(rows, dtype=np.int64)
-    return simulate_schedule(problem, chains, memories, recompute)
+        rows.append(levels)
+    return simulate_schedule(problem, chains, memories, np.array(rows, dtype=np.int64))
 
 
 def fixed_schedule(
     problem: Problem,
     chains: CostedChains,
     memories: SequenceOf[StageMemory],
-    recompute: Ints,
+    levels: Ints,
     incumbent: Result = NOTHING,
 ) -> Result:
-    """Simulate given programs with given recompute counts, if they fit.
+    """Simulate given programs with given recompute levels, if they fit.
 
     If they do not, return the largest shortage of all stages; or any of them, where there is an
     incumbent that fits, as every shortage is worse.
@@ -230,7 +256,8 @@ def fixed_schedule(
     shortages = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
-        during = memory.during(recompute[stage])
+        recompute = chains.ladder.recompute(levels[stage], memory.num_layers)
+        during = memory.during(recompute)
         most = float(during.max())
         if most > limit:
             shortages.append(Shortage(stage, most, limit))
@@ -238,21 +265,21 @@ def fixed_schedule(
                 break
     if shortages:
         return max(shortages, key=lambda shortage: shortage.missing)
-    return simulate_schedule(problem, chains, memories, recompute)
+    return simulate_schedule(problem, chains, memories, levels)
 
 
 def simulate_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], levels: Ints
 ) -> Schedule:
-    """Simulate given programs with given recompute counts."""
+    """Simulate given programs with given recompute levels."""
     costs = problem.pipeline.costs
     programs = [memory.program for memory in memories]
     seconds: list[Floats] = []
     for stage, program in enumerate(programs):
-        counts = recompute[stage]
-        seconds.append(costs.op_seconds(stage, chains.costs, program, counts))
+        recompute = chains.ladder.recompute(levels[stage], memories[stage].num_layers)
+        seconds.append(costs.op_seconds(stage, chains.costs, program, recompute))
     timeline = simulate(programs, seconds, chains.costs.transfer_s)
-    return Schedule(problem, chains, tuple(memories), recompute, timeline)
+    return Schedule(problem, chains, tuple(memories), levels, timeline)
 
 
 def cannot_beat(incumbent: Result, least_s: Floats) -> bool:
@@ -266,6 +293,7 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
     return Replica(
         chunks=(),
         recompute=((),) * num_stages,
+        keep_attention=((),) * num_stages,
         programs=((),) * num_stages,
         predicted=(idle,) * num_stages,
     )
@@ -273,27 +301,29 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
 
 def make_replica(schedule: Schedule) -> Replica:
     """Turn a schedule into the IR."""
-    recompute = [tuple(row.tolist()) for row in schedule.recompute]
+    recompute = schedule.chains.recompute(schedule.levels)
+    keep_input = [tuple(row.tolist()) for row in recompute.keep_input]
+    keep_attention = [tuple(row.tolist()) for row in recompute.keep_attention]
+    recompute_s = schedule.chains.costs.recompute_seconds(recompute).sum(axis=1)
     programs = [program.unpack() for program in schedule.programs]
     stages = range(len(schedule.memories))
-    predicted = [_predict_stage(schedule, stage) for stage in stages]
+    predicted = [_predict_stage(schedule, stage, float(recompute_s[stage])) for stage in stages]
     return Replica(
         chunks=schedule.chains.ir_chunks,
-        recompute=tuple(recompute),
+        recompute=tuple(keep_input),
+        keep_attention=tuple(keep_attention),
         programs=tuple(programs),
         predicted=tuple(predicted),
         search=schedule.search,
     )
 
 
-def _predict_stage(schedule: Schedule, stage: int) -> StagePrediction:
-    recompute = schedule.recompute[stage]
+def _predict_stage(schedule: Schedule, stage: int, recompute_s: float) -> StagePrediction:
     busy_s = schedule.timeline.busy_s(stage)
-    recompute_s = recompute @ schedule.chains.costs.recompute_s
-    during = schedule.memories[stage].during(recompute)
+    during = schedule.memories[stage].during(schedule.recompute_on(stage))
     return StagePrediction(
         busy_s=busy_s,
-        recompute_s=float(recompute_s),
+        recompute_s=recompute_s,
         bubble_s=max(0.0, schedule.makespan_s - busy_s),
         peak_bytes=round(during.max()),
     )

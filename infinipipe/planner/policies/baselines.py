@@ -26,7 +26,7 @@ from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.least import (
     least_in_order_s,
     least_of_size_s,
-    least_with_counts_s,
+    least_with_levels_s,
 )
 from infinipipe.planner.passes.order import Window, flushed_order, windowed_order
 from infinipipe.planner.passes.schedule import (
@@ -160,7 +160,7 @@ def _least_recompute(
     """Return the schedule of a setting with the least recompute that fits, if it is better."""
     memories = order_memories(problem, chains, setting.order)
     for recomputed, counts in setting.recompute:
-        if cannot_beat(best, least_with_counts_s(chains, counts)):
+        if cannot_beat(best, least_with_levels_s(chains, counts)):
             break
         result = fixed_schedule(problem, chains, memories, counts, best)
         if isinstance(result, Schedule):

@@ -202,7 +202,7 @@ def _plan_groups(
             return result
         makespan_s = max(makespan_s, result.makespan_s)
         (memory,) = result.memories
-        during = memory.during(result.recompute[0])
+        during = memory.during(result.recompute_on(0))
         peak_bytes = max(peak_bytes, round(during.max()))
     return MixedPlan(makespan_s, peak_bytes)
 
