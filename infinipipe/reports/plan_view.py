@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -302,9 +303,14 @@ def _chunk_view(step: Step, replica: Replica, index: int) -> ChunkView:
         isolated=True,
         cu_seqlens=tuple(accumulate(lengths, initial=0)),
         slices=tuple(slices),
-        recompute=tuple(counts[index] for counts in replica.recompute),
-        keep_attention=tuple(counts[index] for counts in replica.keep_attention),
+        recompute=_of_chunk(replica.recompute, index),
+        keep_attention=_of_chunk(replica.keep_attention, index),
     )
+
+
+def _of_chunk(counts: SequenceOf[SequenceOf[int]], index: int) -> tuple[int, ...]:
+    """Return a chunk's count of each stage."""
+    return tuple(row[index] for row in counts)
 
 
 def _fields(struct: msgspec.Struct) -> Document:
