@@ -12,7 +12,7 @@ import pytest
 from infinipipe.costs import check_predictions, max_sequence_tokens
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import VerifyError
-from infinipipe.ir import Stage, open_plan, verify_plan
+from infinipipe.ir import ONE_NODE, Stage, open_plan, verify_plan
 from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles import Line, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
@@ -114,7 +114,11 @@ def test_a_step_takes_its_makespan_and_what_ends_it(tmp_path: Path, num_replicas
     dataset = tmp_path / "dataset.jsonl"
     dataset.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
     options = CompileOptions(
-        num_stages=2, num_replicas=num_replicas, batch_size=4, memory_limit_bytes=(ROOMY,)
+        num_stages=2,
+        num_replicas=num_replicas,
+        devices_per_node=ONE_NODE,
+        batch_size=4,
+        memory_limit_bytes=(ROOMY,),
     )
     compile_plan(open_dataset(dataset, BYTES, 256), profile, options, tmp_path / "plan.msgpack")
     costs = toy_costs(profile, [3, 3], num_replicas=num_replicas)
