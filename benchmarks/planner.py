@@ -45,7 +45,7 @@ from infinipipe.planner.compare import summarize
 from infinipipe.planner.compile import plan_step
 from infinipipe.planner.passes.partition import balanced_costs
 from infinipipe.planner.passes.schedule import Result, Schedule
-from infinipipe.planner.policies import Policy
+from infinipipe.planner.policies import ONE_STAGE, Policy
 from infinipipe.planner.policies.baselines import plan_1f1b, plan_gpipe, plan_seq1f1b
 from infinipipe.planner.policies.epp import plan_epp
 from infinipipe.planner.problem import Pipeline, Problem
@@ -84,7 +84,8 @@ BATCH_TUNED: dict[str, Policy] = {
 STATIC = ("gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow")
 I_AND_W = "epp, I and W"
 """The schedule of `epp` with B cut where that helps; no runtime runs it."""
-PLANNERS: dict[str, Policy] = POLICIES | BATCH_TUNED | {I_AND_W: plan_epp} | ABLATIONS
+PIPELINES = {name: policy for name, policy in POLICIES.items() if name not in ONE_STAGE}
+PLANNERS: dict[str, Policy] = PIPELINES | BATCH_TUNED | {I_AND_W: plan_epp} | ABLATIONS
 
 
 def cases() -> Iterator[Case]:
@@ -150,7 +151,7 @@ def measure(ablations: bool, output: Path, jobs: int) -> None:
     """Append the rows that the output does not have yet."""
     done = {(json.dumps(row["case"]), row["policy"]) for row in read(output)}
     chosen = list(cases())
-    policies = [*POLICIES, *BATCH_TUNED, I_AND_W]
+    policies = [*PIPELINES, *BATCH_TUNED, I_AND_W]
     if ablations:
         chosen = [case for case in chosen if case["model"] == MODELS[0] and case["stages"] == 8]
         policies = ["epp", "paper", *ABLATIONS]
@@ -220,9 +221,9 @@ def ratios(found: Found, slower: str, faster: str = "epp") -> list[float]:
 
 def targets(found: Found) -> Iterator[tuple[str, ...]]:
     """Yield what was wanted and what was found."""
-    plannable = [rows for rows in found.values() if any(rows[p]["feasible"] for p in POLICIES)]
+    plannable = [rows for rows in found.values() if any(rows[p]["feasible"] for p in PIPELINES)]
     epp = [rows["epp"] for rows in plannable if rows["epp"]["feasible"]]
-    best = sum(fastest(rows, ("epp",)) <= fastest(rows, POLICIES) for rows in plannable)
+    best = sum(fastest(rows, ("epp",)) <= fastest(rows, PIPELINES) for rows in plannable)
     static = [
         fastest(rows, STATIC) / rows["epp"]["step_seconds"]
         for rows in plannable

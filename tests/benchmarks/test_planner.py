@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.ablations import ABLATIONS
-from benchmarks.planner import BATCH_TUNED, I_AND_W, PLANNERS, cases, report, run
-from infinipipe.planner import POLICIES
+from benchmarks.planner import BATCH_TUNED, I_AND_W, PIPELINES, PLANNERS, cases, report, run
 from infinipipe.planner.passes import schedule
 from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import Schedule
@@ -123,7 +122,7 @@ def test_cases_become_rows_and_rows_a_report() -> None:
             for policy in policies
             for gib in (80, 40)
         ]
-        for policies in ((*POLICIES, *BATCH_TUNED, I_AND_W), ("epp", "paper", *ABLATIONS))
+        for policies in ((*PIPELINES, *BATCH_TUNED, I_AND_W), ("epp", "paper", *ABLATIONS))
     )
     page = "\n".join(report(main, ablated))
     for policy in PLANNERS:

@@ -12,7 +12,7 @@ import pytest
 from infinipipe.costs import check_predictions, max_sequence_tokens
 from infinipipe.dataset import BYTES, open_dataset
 from infinipipe.errors import VerifyError
-from infinipipe.ir import Stage, open_plan, verify_plan
+from infinipipe.ir import ONE_NODE, Stage, open_plan, verify_plan
 from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles import Line, Profile, read_model
 from infinipipe.profiles.analytic import analytic_profile
@@ -115,9 +115,8 @@ def test_a_step_takes_its_makespan_and_what_ends_it(tmp_path: Path, num_replicas
     dataset.write_text("".join(json.dumps({"length": length}) + "\n" for length in lengths))
     options = CompileOptions(
         num_stages=2,
-        sequence_parallel=1,
         num_replicas=num_replicas,
-        devices_per_node=8,
+        devices_per_node=ONE_NODE,
         batch_size=4,
         memory_limit_bytes=(ROOMY,),
     )

@@ -24,7 +24,7 @@ from infinipipe.planner.passes.schedule import (
     order_memories,
     price_chains,
 )
-from infinipipe.planner.policies import DEFAULT_POLICY, epp, paper
+from infinipipe.planner.policies import DEFAULT_POLICY, ONE_STAGE, epp, paper
 from infinipipe.planner.policies import tied_recompute as diagonals
 from infinipipe.planner.policies.epp import SearchSpace, plan_alone, plan_epp, polish_result
 from infinipipe.planner.policies.epp.search import search_schedule
@@ -49,7 +49,8 @@ from tests.planner.toys import (
     with_limits,
 )
 
-RIVALS = [policy for policy in POLICIES if policy != DEFAULT_POLICY]
+PIPELINES = [policy for policy in POLICIES if policy not in ONE_STAGE]
+RIVALS = [policy for policy in PIPELINES if policy != DEFAULT_POLICY]
 
 
 def planned(policy: str, problem: Problem) -> Schedule:
@@ -71,10 +72,11 @@ def shown(schedule: Schedule, stage: int) -> str:
 
 
 def test_all_policies_are_there() -> None:
-    assert list(POLICIES) == ["epp", "paper", "gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow"]
+    assert PIPELINES == ["epp", "paper", "gpipe", "1f1b", "terapipe", "seq1f1b", "chunkflow"]
+    assert list(POLICIES) == [*PIPELINES, "deepspeed"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PIPELINES)
 @settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=8),

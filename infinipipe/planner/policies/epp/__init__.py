@@ -11,6 +11,7 @@ from infinipipe.planner.passes.schedule import Result, Schedule, fixed_schedule
 from infinipipe.planner.policies.baselines import (
     plan_1f1b,
     plan_chunkflow,
+    plan_deepspeed,
     plan_gpipe,
     plan_seq1f1b,
     plan_terapipe,
@@ -34,7 +35,9 @@ def plan_epp(problem: Problem) -> Result:
     All other policies compete, so none of them is ever better.
     """
     best = plan_alone(problem, SearchSpace())
-    for rival in _RIVALS:
+    # What plans one stage competes there.
+    one_stage = (plan_deepspeed,) if problem.pipeline.num_stages == 1 else ()
+    for rival in (*_RIVALS, *one_stage):
         result = rival(problem, best)
         if result is not best:
             best = polish_result(_on_menu(result))
