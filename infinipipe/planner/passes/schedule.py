@@ -250,19 +250,20 @@ def fixed_schedule(
 ) -> Result:
     """Simulate given programs with given recompute levels, if they fit.
 
-    If they do not, return the largest shortage of all stages; or any of them, where there is an
-    incumbent that fits, as every shortage is worse.
+    If they do not, return the largest shortage of all stages, or any that is no better than the
+    incumbent.
     """
-    shortages = []
+    shortages: list[Shortage] = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
         recompute = chains.ladder.recompute(levels[stage], memory.num_layers)
         during = memory.during(recompute)
         most = float(during.max())
         if most > limit:
-            shortages.append(Shortage(stage, most, limit))
-            if isinstance(incumbent, Schedule):
-                break
+            shortage = Shortage(stage, most, limit)
+            if not is_better(shortage, incumbent):
+                return shortage
+            shortages.append(shortage)
     if shortages:
         return max(shortages, key=lambda shortage: shortage.missing)
     return simulate_schedule(problem, chains, memories, levels)

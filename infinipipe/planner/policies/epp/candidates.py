@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from infinipipe.planner.passes.in_flight import Warmup
 from infinipipe.planner.passes.ramp import NO_RAMP, Ramp, geometric_ramp, linear_ramp
@@ -107,19 +107,30 @@ def clip_parts(num_parts: float, most_parts: float) -> float:
     return min(at_least_one, most_parts)
 
 
-def variations(space: SearchSpace, num_stages: int, most_parts: float) -> list[Move]:
-    """Return the moves to every other order and every other cut."""
+class Variation(NamedTuple):
+    """Another order, or another cut."""
+
+    move: Move
+    more: tuple[Move, ...] = ()
+    """What may be better still if the move comes close."""
+
+
+def variations(space: SearchSpace, num_stages: int, most_parts: float) -> list[Variation]:
+    """Return the ways to every other order and every other cut."""
     moves = [_with_warmup(warmup) for warmup in space.warmups]
     if num_stages == 1:
         # Without neighbours to keep busy, what is in flight only costs memory.
         moves.insert(0, _with_warmup(ONE_CHAIN))
     moves += [with_even(even) for even in space.evens]
     moves += [with_attention(attention) for attention in space.attentions]
+    varied = [Variation(move) for move in moves]
+    # A ramp is of many small chunks, so with another one another number may be best.
+    more = (scale_parts(COARSE, most_parts), scale_parts(1 / COARSE, most_parts))
     for ramp in space.ramps:
-        # A ramp is of many small chunks, so with another one another number may be best.
-        for factor in (1.0, COARSE, 1 / COARSE):
-            moves.append(_with_ramp(ramp, factor, most_parts))
-    return moves
+        moved = _with_ramp(ramp)
+        scaled = tuple(_one_after_the_other(moved, scale) for scale in more)
+        varied.append(Variation(moved, scaled))
+    return varied
 
 
 def _with_warmup(warmup: Warmup) -> Move:
@@ -136,6 +147,9 @@ def with_attention(attention: float) -> Move:
     return lambda c: replace(c, attention=attention)
 
 
-def _with_ramp(ramp: RampName, factor: float, most_parts: float) -> Move:
-    scale = scale_parts(factor, most_parts)
-    return lambda c: replace(scale(c), ramp=ramp)
+def _with_ramp(ramp: RampName) -> Move:
+    return lambda c: replace(c, ramp=ramp)
+
+
+def _one_after_the_other(first: Move, second: Move) -> Move:
+    return lambda c: second(first(c))

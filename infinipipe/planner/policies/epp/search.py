@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from infinipipe.aliases import Floats
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
 from infinipipe.planner.passes.ladder import whole_menu
@@ -31,7 +32,9 @@ from infinipipe.planner.policies.epp.candidates import (
     ONE_CHAIN,
     RAMPS,
     Candidate,
+    Move,
     SearchSpace,
+    Variation,
     clip_parts,
     first_candidate,
     scale_parts,
@@ -53,6 +56,12 @@ _MOST_PARTS = 800
 # are tried: all small ones, then ever wider apart.
 _FEW_SEQUENCES = 24
 _FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
+# Part of the incumbent's makespan by which a candidate's bound has to be lower for it to be
+# ordered. Hardly any schedule comes closer to its bound.
+_LEAST_GAIN = 0.003
+# How many times slower than the incumbent a move has to be for it not to be tried again around a
+# better one: that rarely changes so much.
+_HOPELESS = 1.005
 # How often an order that does not fit is drawn again with what it lacked left free. It helps where
 # the estimate of `in_flight`, which is rough about transients and transfers, is too low. Where a
 # chain's own F force the order, a larger margin lowers nothing, and all retries are in vain.
@@ -72,10 +81,12 @@ def search_schedule(problem: Problem, space: SearchSpace) -> Result:
     find_feasible(trials, start)
     if len(problem.members) <= _FEW_SEQUENCES:
         try_few_counts(trials, start)
+    most_parts = trials.most_parts
+    varied = variations(space, problem.pipeline.num_stages, most_parts)
     climb(trials, COARSE)
-    vary(trials)
+    vary(trials, varied)
     climb(trials, FINE)
-    while vary(trials):
+    while vary(trials, varied):
         climb(trials, COARSE)
         climb(trials, FINE)
     return trials.best
@@ -86,9 +97,10 @@ class Outcome:
     """What a candidate yields."""
 
     result: Result | None
-    """None where it cannot beat the incumbent, so that it was not simulated."""
+    """None where it cannot beat the incumbent by enough (`_LEAST_GAIN`), so that it was not
+    simulated."""
     at_least_s: float
-    """Of the result, infinity for a shortage; without a result, what it cannot undercut."""
+    """Of the result, infinity for a shortage; without a result, no less than the incumbent's."""
     effort: int
     """Chunks times stages that were ordered; 0 if the quick bound sufficed."""
 
@@ -106,6 +118,8 @@ class Trials:
         num_tokens = int(problem.lengths.sum())
         self.most_parts = float(min(num_tokens, _MOST_PARTS))
         self._outcomes: dict[Candidate, Outcome] = {}
+        self._hopeless: set[Move] = set()
+        """Moves that led far from the best."""
         self._evaluator = Evaluator(problem)
 
     @property
@@ -129,6 +143,22 @@ class Trials:
                 self.best = outcome.result
                 self.best_candidate = candidate
         return self._outcomes[candidate].at_least_s
+
+    def try_move(self, move: Move) -> bool:
+        """Evaluate the candidate that a move leads to from the best one.
+
+        Return whether it is another one and close to the best. A move that once was not close is
+        not tried again.
+        """
+        before = self.best_candidate
+        if before is None or self.exhausted or move in self._hopeless:
+            return False
+        candidate = move(before)
+        makespan_s = self.try_out(candidate)
+        if makespan_s > makespan_of(self.best) * _HOPELESS:
+            self._hopeless.add(move)
+            return False
+        return candidate != before
 
     def guess_parts(self) -> float:
         """Return where filling and draining takes twice as long as the overhead of chunks.
@@ -205,13 +235,13 @@ def climb(trials: Trials, factor: float) -> None:
                 break
 
 
-def vary(trials: Trials) -> bool:
+def vary(trials: Trials, varied: list[Variation]) -> bool:
     """Try other orders and other cuts around the best; return whether any is better."""
     before = trials.best_candidate
-    num_stages = trials.problem.pipeline.num_stages
-    for move in variations(trials.space, num_stages, trials.most_parts):
-        if trials.best_candidate is not None and not trials.exhausted:
-            trials.try_out(move(trials.best_candidate))
+    for variation in varied:
+        if trials.try_move(variation.move):
+            for move in variation.more:
+                trials.try_move(move)
     return trials.best_candidate != before
 
 
@@ -240,12 +270,14 @@ class Evaluator:
     def evaluate(self, candidate: Candidate, incumbent: Result) -> Outcome:
         """Make the schedule of a candidate, unless it cannot beat the incumbent."""
         chains = self._cut(candidate)
-        if cannot_beat(incumbent, chains.least_s):
-            return Outcome(None, float(chains.least_s.max()), effort=0)
+        to_beat_s = makespan_of(incumbent)
+        if _gains_little(incumbent, chains.least_s):
+            return Outcome(None, to_beat_s, effort=0)
         effort = chains.num_chunks * self._problem.pipeline.num_stages
         result = self._order(chains, candidate.warmup, incumbent)
         if isinstance(result, Beaten):
-            return Outcome(None, result.at_least_s, effort)
+            at_least_s = max(result.at_least_s, to_beat_s)
+            return Outcome(None, at_least_s, effort)
         if isinstance(result, Schedule):
             result = result.won_by(str(candidate))
         return Outcome(result, makespan_of(result), effort)
@@ -266,10 +298,14 @@ class Evaluator:
         problem = self._problem
         margins = np.zeros(problem.pipeline.num_stages)
         result: Result | Beaten = NOTHING
+        order = np.empty(0, dtype=np.int64)
         for _ in range(1 + _RETRIES):
+            before = order
             order = forwards_within_memory(problem.pipeline, chains, warmup, margins)
+            if np.array_equal(order, before):
+                break
             least_s = least_in_order_s(problem, chains, order)
-            if cannot_beat(incumbent, least_s):
+            if _gains_little(incumbent, least_s):
                 return Beaten(float(least_s.max()))
             memories = order_memories(problem, chains, order)
             result = fit_schedule(problem, chains, memories, incumbent)
@@ -277,6 +313,11 @@ class Evaluator:
                 break
             margins[result.stage] += result.missing
         return result
+
+
+def _gains_little(incumbent: Result, least_s: Floats) -> bool:
+    """Return whether what takes at least so many seconds on each stage is hardly any faster."""
+    return cannot_beat(incumbent, least_s * (1 + _LEAST_GAIN))
 
 
 def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
