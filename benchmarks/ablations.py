@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from infinipipe.costs import StageMemory
 from infinipipe.planner.passes.in_flight import Warmup
+from infinipipe.planner.passes.ladder import inputs_only
 from infinipipe.planner.passes.recompute import Shortage
 from infinipipe.planner.passes.schedule import (
     NOTHING,
@@ -20,7 +22,13 @@ from infinipipe.planner.passes.schedule import (
     fixed_schedule,
 )
 from infinipipe.planner.policies import Policy, paper
-from infinipipe.planner.policies.epp import SearchSpace, plan_alone, polish_result, search
+from infinipipe.planner.policies.epp import (
+    SearchSpace,
+    longest_first,
+    plan_alone,
+    polish_result,
+    search,
+)
 from infinipipe.planner.policies.epp.longest_first import try_longest_first
 from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Problem
@@ -56,10 +64,10 @@ def full_schedule(
 def _recompute_part(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], part: float
 ) -> Result:
-    layers = np.array([[stage.num_layers] for stage in problem.pipeline.stages])
-    counts = np.ceil(part * layers).astype(np.int64)
+    counts = np.ceil(part * chains.num_layers).astype(np.int64)
     everywhere = np.repeat(counts, chains.num_chunks, axis=1)
-    return fixed_schedule(problem, chains, memories, everywhere)
+    keep_inputs = replace(chains, ladder=inputs_only(chains.costs))
+    return fixed_schedule(problem, keep_inputs, memories, everywhere)
 
 
 def recompute_by(fit: Fit, problem: Problem) -> Result:
@@ -80,6 +88,15 @@ def swept(problem: Problem) -> Result:
     """Plan as `epp` does by itself, with the counts that its sweep over the program finds."""
     best = search.search_schedule(problem, _SPACE)
     return try_longest_first(problem, _SPACE, best)
+
+
+def without_menu(problem: Problem) -> Result:
+    """Plan as `epp` does by itself, where layers keep all or only their input."""
+    with (
+        patch.object(search, "whole_menu", inputs_only),
+        patch.object(longest_first, "whole_menu", inputs_only),
+    ):
+        return plan_alone(problem, _SPACE)
 
 
 def ungrouped_paper(problem: Problem) -> Result:
@@ -107,6 +124,7 @@ ABLATIONS: dict[str, Policy] = {
     "plain 1F1B depth": _within(SearchSpace(warmups=(Warmup(1.0, 1),))),
     "no sequence by itself": all_together,
     "recompute by the sweep alone": swept,
+    "attention's output dropped with the rest": without_menu,
     "one recompute count": partial(recompute_by, uniform_schedule),
     "full recompute": partial(recompute_by, full_schedule),
     "paper without grouping": ungrouped_paper,

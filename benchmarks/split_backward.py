@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from infinipipe.aliases import Floats, Ints
-from infinipipe.costs import CostedChunks, CostModel, PackedProgram, Timeline, simulate
+from infinipipe.aliases import Floats
+from infinipipe.costs import CostedChunks, CostModel, PackedProgram, Recompute, Timeline, simulate
 from infinipipe.costs.chunks import InputWeightCosts
-from infinipipe.costs.memory import layers_transient_bytes
+from infinipipe.costs.memory import LayerBytes, layers_transient_bytes
 from infinipipe.costs.simulate import Channel, Channels, connect, run_stages
 from infinipipe.errors import InputError
 from infinipipe.ir import TRAITS, Direction, Op, OpKind, Replica
@@ -76,7 +76,7 @@ class MemoryCursor:
         stage_index: of the stage.
         costed: what its chunks cost.
         program: in which F and B have the order that the ops will have.
-        recompute: (chunks,) layers of each that are recomputed.
+        recompute: layers of each chunk that are recomputed.
         parts: prices of I and W, where such ops will be run.
     """
 
@@ -89,7 +89,7 @@ class MemoryCursor:
         stage_index: int,
         costed: CostedChunks,
         program: SequenceOf[Op],
-        recompute: SequenceOf[int],
+        recompute: Recompute,
         parts: InputWeightCosts | None = None,
     ) -> None:
         self.held = float(costs.static_bytes(stage_index))
@@ -98,14 +98,18 @@ class MemoryCursor:
         self._costed = costed
         self._parts = parts
         self._recompute = recompute
-        freed = costed.freed_per_layer_bytes * np.asarray(recompute)
+        keep_input, keep_attention = recompute
+        in_whole = costed.freed_per_layer_bytes * keep_input
+        but_attention = costed.freed_per_layer_bytes - costed.attention_bytes
+        freed = in_whole + but_attention * keep_attention
         self._kept = costed.activation_bytes[stage_index] - freed
         per = costs.profile.bytes
         self._kv_per_token = self._stage.num_layers * per.layer_kv_per_token
         self._layer_gradients_per_token = per.layer_kv_grad_per_token
         # What has come of split sequences, of which there are two chunks or more.
         self._open_slots: frozenset[int] = frozenset()
-        self._open_gradients: frozenset[int] = frozenset()
+        # Tokens of each that gradients have come for, a new map with every change.
+        self._open_gradients: dict[int, int] = {}
         self._orders = {
             direction: [op.chunk for op in program if TRAITS[op.kind].travels == direction]
             for direction in (Direction.DOWN, Direction.UP)
@@ -130,11 +134,13 @@ class MemoryCursor:
         sequence = int(self._costed.sizes.split[chunk])
         if sequence >= 0 and sequence not in self._open_slots:
             self._open_slots |= {sequence}
-            self.held += self._slot_tokens(chunk) * self._kv_per_token
+            self.held += self._sequence_tokens(chunk) * self._kv_per_token
         self.held += float(self._kept[chunk])
         self._num_forward += 1
         transient = float(self._costed.forward_transient_bytes[self._stage_index, chunk])
-        if self._recompute[chunk] == self._stage.num_layers:
+        keep_input, keep_attention = self._recompute
+        num_recomputed = keep_input[chunk] + keep_attention[chunk]
+        if num_recomputed == self._stage.num_layers:
             transient += float(self._costed.recompute_transient_bytes[self._stage_index, chunk])
         return self.held + transfers + transient
 
@@ -176,18 +182,21 @@ class MemoryCursor:
         sequence = int(costed.sizes.split[chunk])
         layer_gradients = 0.0
         if sequence >= 0 and sequence not in self._open_gradients:
-            self._open_gradients |= {sequence}
-            layer_gradients = float(self._slot_tokens(chunk) * self._layer_gradients_per_token)
+            # This is its last slice, so they are of the tokens before it.
+            num_tokens = int(costed.sizes.context[chunk])
+            self._open_gradients = self._open_gradients | {sequence: num_tokens}
+            layer_gradients = float(num_tokens * self._layer_gradients_per_token)
             self.held += self._stage.num_layers * layer_gradients
         boundary = float(costed.boundary_bytes[chunk])
-        in_layers = layers_transient_bytes(
-            self._stage.num_layers,
-            self._recompute[chunk],
-            float(costed.freed_per_layer_bytes[chunk]) + boundary,
-            boundary,
-            layer_gradients,
-            weight_inputs,
+        layer = LayerBytes(
+            whole=float(costed.freed_per_layer_bytes[chunk]) + boundary,
+            input=boundary,
+            attention=float(costed.attention_bytes[chunk]),
+            slot_gradients=layer_gradients,
+            weight_inputs=weight_inputs,
         )
+        own = Recompute(self._recompute.keep_input[chunk], self._recompute.keep_attention[chunk])
+        in_layers = float(layers_transient_bytes(self._stage.num_layers, own, layer))
         self._num_backward += 1
         received = 0.0 if self._stage.head else boundary
         return self.held + transfers + in_layers + received
@@ -196,11 +205,13 @@ class MemoryCursor:
         """Let go of what the chunk kept, and of the slot with its first slice."""
         self.held -= float(self._kept[chunk])
         sizes = self._costed.sizes
-        if sizes.split[chunk] >= 0 and sizes.context[chunk] == 0:
+        sequence = int(sizes.split[chunk])
+        if sequence >= 0 and sizes.context[chunk] == 0:
             gradients_per_token = self._stage.num_layers * self._layer_gradients_per_token
-            self.held -= self._slot_tokens(chunk) * (self._kv_per_token + gradients_per_token)
+            self.held -= self._sequence_tokens(chunk) * self._kv_per_token
+            self.held -= self._open_gradients[sequence] * gradients_per_token
 
-    def _slot_tokens(self, chunk: int) -> int:
+    def _sequence_tokens(self, chunk: int) -> int:
         return int(self._costed.sizes.split_tokens[chunk])
 
     def _transfers(self, kind: OpKind) -> float:
@@ -273,8 +284,15 @@ class _Case:
     def memory(self, stage: int) -> MemoryCursor:
         """Return what a stage holds before its first op."""
         program = self.whole.programs[stage]
-        recompute = self.whole.recompute[stage]
+        recompute = self.recompute(stage)
         return MemoryCursor(self.costs, stage, self.costed, program, recompute, self.parts)
+
+    def recompute(self, stage: int) -> Recompute:
+        """Return how many layers of each chunk are recomputed on a stage."""
+        return Recompute(
+            keep_input=np.array(self.whole.recompute[stage], dtype=np.int64),
+            keep_attention=np.array(self.whole.keep_attention[stage], dtype=np.int64),
+        )
 
     def simulate(self, programs: Programs) -> Timeline:
         """Return when every op runs."""
@@ -283,7 +301,7 @@ class _Case:
         return simulate(packed, seconds, self.costed.transfer_s)
 
     def _op_seconds(self, stage: int, program: PackedProgram) -> Floats:
-        recompute: Ints = self.schedule.recompute[stage]
+        recompute = self.recompute(stage)
         return self.costs.op_seconds(stage, self.costed, program, recompute)
 
     def replica(self, programs: Programs, timeline: Timeline) -> Replica:
@@ -296,7 +314,7 @@ class _Case:
                 self.whole.predicted[stage],
                 busy_s=busy_s,
                 bubble_s=max(0.0, timeline.makespan_s - busy_s),
-                peak_bytes=round(memory.during(self.schedule.recompute[stage]).max()),
+                peak_bytes=round(memory.during(self.recompute(stage)).max()),
             )
             predicted.append(prediction)
         return replace(self.whole, programs=programs, predicted=tuple(predicted))

@@ -285,6 +285,25 @@ def recompute_of_more_layers_than_there_are(draw: Random, header: Header, step: 
     return edit_replica(step, edit)
 
 
+@mutation(STAGE + r"op \d+B\d+ recomputes")
+def both_counts_of_more_layers_than_there_are(draw: Random, header: Header, step: Step) -> Step:
+    stage = draw.randrange(len(header.stages))
+
+    def edit(replica: Replica) -> dict[str, Any]:
+        left = header.stages[stage].num_layers - replica.recompute[stage][0]
+        counts = with_item(replica.keep_attention[stage], 0, draw.choice((-1, left + 1)))
+        return {"keep_attention": with_item(replica.keep_attention, stage, counts)}
+
+    return edit_replica(step, edit)
+
+
+@mutation(STAGE)
+def count_of_layers_that_keep_attention_missing(draw: Random, header: Header, step: Step) -> Step:
+    return edit_replica(
+        step, lambda r: {"keep_attention": (*r.keep_attention[:-1], r.keep_attention[-1][1:])}
+    )
+
+
 @mutation(STAGE)
 def recompute_count_missing(draw: Random, header: Header, step: Step) -> Step:
     return edit_replica(step, lambda r: {"recompute": (*r.recompute[:-1], r.recompute[-1][1:])})

@@ -233,6 +233,14 @@ def make_replica(
             tuple((c + s) % (stage.num_layers + 1) for c in range(len(chunks)))
             for s, stage in enumerate(header.stages)
         ),
+        # Of the layers that are left all, half or none, rounded down.
+        keep_attention=tuple(
+            tuple(
+                (stage.num_layers - (c + s) % (stage.num_layers + 1)) // (1 + c % 3)
+                for c in range(len(chunks))
+            )
+            for s, stage in enumerate(header.stages)
+        ),
         programs=tuple(split_backwards(p) if split else p for p in programs),
         predicted=(StagePrediction(busy_s=0.5, recompute_s=0.125, bubble_s=0.5, peak_bytes=10**6),)
         * num_stages,

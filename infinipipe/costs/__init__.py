@@ -1,6 +1,6 @@
 """What chunks, ops and whole programs cost, in seconds and in bytes. It knows no torch."""
 
-from infinipipe.costs.chunks import ChunkSizes, CostedChunks
+from infinipipe.costs.chunks import ChunkSizes, CostedChunks, Recompute
 from infinipipe.costs.memory import StageMemory
 from infinipipe.costs.model import CostModel, max_sequence_tokens
 from infinipipe.costs.predict import Span, check_predictions, is_priced, step_spans
@@ -16,6 +16,7 @@ __all__ = [
     "CostModel",
     "CostedChunks",
     "PackedProgram",
+    "Recompute",
     "Span",
     "StageMemory",
     "Timeline",

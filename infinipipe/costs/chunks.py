@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.times import curve_seconds, layer_seconds, line_values
 from infinipipe.ir import Chunk, Sequence, Stage
-from infinipipe.profiles import LayerTime, Line, Profile
+from infinipipe.profiles import ELEMENT_BYTES, LayerTime, Line, Profile
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,19 @@ def _ints(values: list[int]) -> Ints:
     return np.array(values, dtype=np.int64)
 
 
+# The log-sum-exp of attention is in float32, whatever activations are in.
+_LSE_BYTES = 4
+
+
+class Recompute(NamedTuple):
+    """How many layers of each chunk are recomputed in B; (chunks,), or (stages, chunks)."""
+
+    keep_input: Ints
+    """Those that keep only their input."""
+    keep_attention: Ints
+    """Those that keep attention's output besides: their recompute does without its kernel."""
+
+
 @dataclass(frozen=True)
 class CostedChunks:
     """Seconds and bytes of C chunks on P stages.
@@ -105,14 +119,18 @@ class CostedChunks:
     backward_s: Floats
     """Without recompute."""
     recompute_s: Floats
-    """(C,) added to B for each recomputed layer."""
+    """(C,) added to B for each layer that keeps only its input."""
+    attention_s: Floats
+    """(C,) the part of that which a layer is spared that keeps attention's output: its kernel."""
     transfer_s: Floats
     """(edges, C) one activation down from stage e to the next one, or its gradient up: a row for
     each pair of neighbours, P - 1 of them."""
     activation_bytes: Floats
     """Kept from F to B, with no recompute."""
     freed_per_layer_bytes: Floats
-    """(C,) not kept for each recomputed layer."""
+    """(C,) not kept by each layer that keeps only its input."""
+    attention_bytes: Floats
+    """(C,) what a layer holds that keeps attention's output besides: it, and its log-sum-exp."""
     boundary_bytes: Floats
     """(C,) one transfer: what travels between stages, and the input that every layer keeps."""
     forward_transient_bytes: Floats
@@ -128,6 +146,13 @@ class CostedChunks:
         """(P,) seconds of F and B without recompute."""
         seconds = self.forward_s + self.backward_s
         return np.asarray(seconds.sum(axis=1))
+
+    def recompute_seconds(self, recompute: Recompute) -> Floats:
+        """Return what recompute adds to each B, in the shape of its counts."""
+        in_whole = recompute.keep_input * self.recompute_s
+        without_attention = recompute.keep_attention * (self.recompute_s - self.attention_s)
+        seconds: Floats = in_whole + without_attention
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -204,6 +229,9 @@ def price_chunks(
 
     boundary = _boundary_bytes(profile, tokens)
     layer = _layer_bytes(profile, sizes)
+    recompute_s = _layer_seconds(times.layer_recompute, sizes)
+    # All but the curve is attention's: the curve has the layer's other parts, and exchanges.
+    besides_attention_s = curve_seconds(times.layer_recompute.curve, tokens)
     besides_layers = tokens * _bytes_besides_layers(profile, columns)
     forward_transient = _forward_transient_bytes(profile, columns, tokens, logits_tokens)
     recompute_transient = _recompute_transient_bytes(profile, columns, tokens, forward_transient)
@@ -211,15 +239,24 @@ def price_chunks(
         sizes=sizes,
         forward_s=forward_s,
         backward_s=backward_s,
-        recompute_s=_layer_seconds(times.layer_recompute, sizes),
+        recompute_s=recompute_s,
+        attention_s=recompute_s - besides_attention_s,
         transfer_s=_transfer_seconds(edges, boundary),
         activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
+        attention_bytes=_attention_bytes(profile, tokens),
         boundary_bytes=boundary,
         forward_transient_bytes=forward_transient,
         recompute_transient_bytes=recompute_transient,
         backward_transient_bytes=_backward_transient_bytes(profile, columns, sizes, layer),
     )
+
+
+def attention_bytes_per_token(profile: Profile) -> int:
+    """Return what attention of a layer gives for a token: its output, and a log-sum-exp a head."""
+    model = profile.model
+    output = model.num_heads * model.head_dim * ELEMENT_BYTES[profile.dtype]
+    return output + model.num_heads * _LSE_BYTES
 
 
 def price_input_weight(
@@ -296,6 +333,11 @@ def _layer_seconds(time: LayerTime, sizes: ChunkSizes) -> Floats:
 
 def _boundary_bytes(profile: Profile, tokens: Ints) -> Floats:
     per_token = profile.bytes.activation_per_token
+    return np.multiply(tokens, per_token, dtype=np.float64)
+
+
+def _attention_bytes(profile: Profile, tokens: Ints) -> Floats:
+    per_token = attention_bytes_per_token(profile)
     return np.multiply(tokens, per_token, dtype=np.float64)
 
 

@@ -1,19 +1,21 @@
 """The bytes of a stage over its program: one ledger, and what recompute does to it.
 
 The bytes follow the runtime. F keeps activations until B. A split sequence's K and V stay in a slot
-from its first F until its first slice's B, and their gradients from its first B on. Of each
-direction one transfer is posted ahead and one may not have left yet.
+from its first F until its first slice's B, and their gradients from its first B on: those of the
+tokens before the last slice, to which other slices add. Of each direction one transfer is posted
+ahead and one may not have left yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
-from infinipipe.costs.chunks import ChunkSizes, CostedChunks, InputWeightCosts
+from infinipipe.costs.chunks import ChunkSizes, CostedChunks, InputWeightCosts, Recompute
 from infinipipe.costs.program import PackedProgram
 from infinipipe.ir import OpKind, Stage
 
@@ -35,9 +37,8 @@ class StageBytes:
 class StageMemory:
     """The ledger of one stage's program.
 
-    What chunks keep from F to B is apart from the rest, as recompute changes it:
-    `activation_bytes - freed_per_layer_bytes * recompute`. Everything else is fixed by the program.
-    Arrays are (ops,) or (chunks,).
+    What chunks keep from F to B is apart from the rest, as recompute changes it (`kept`).
+    Everything else is fixed by the program. Arrays are (ops,) or (chunks,).
     """
 
     program: PackedProgram
@@ -49,7 +50,9 @@ class StageMemory:
     activation_bytes: Floats
     """(chunks,) kept from F to B with no recompute."""
     freed_per_layer_bytes: Floats
-    """(chunks,) less for each recomputed layer."""
+    """(chunks,) less for each layer that keeps only its input."""
+    attention_bytes: Floats
+    """(chunks,) more than that for each layer that keeps attention's output."""
     boundary_bytes: Floats
     """(chunks,) the input that a recomputed layer still keeps."""
     slot_gradient_bytes: Floats
@@ -61,23 +64,13 @@ class StageMemory:
     layer's activations, which the footprint measures."""
     num_layers: int
 
-    def during(self, recompute: Ints) -> Floats:
+    def during(self, recompute: Recompute) -> Floats:
         """Return the most bytes while each op runs, for the recomputed layers of each chunk."""
         program = self.program
-        chunks = program.chunks
         kept = self._kept(recompute)
-        all_layers = recompute == self.num_layers
-        in_forward = self.recompute_transient_bytes * all_layers
-        # If any layer was kept, it runs backward first and frees at least what recomputing another
-        # brings back.
-        in_backward = self.freed_per_layer_bytes * all_layers
-        for chunk in self._uneven_chunks:
-            count = int(recompute[chunk])
-            in_backward[chunk] = self.layers_transient(chunk, count)
         # A chunk's B still holds what the chunk kept.
-        forward = in_forward[chunks]
-        backward = kept + in_backward[chunks]
-        transient = np.where(program.is_backward, backward, forward)
+        own = np.where(program.is_backward, kept, 0.0)
+        transient = own + self.transient(recompute)
         if program.has_input_weight:
             transient[program.is_kind(OpKind.BACKWARD_WEIGHT)] = 0.0
         held = np.cumsum(program.activation_signs * kept)
@@ -89,7 +82,7 @@ class StageMemory:
             during[inputs] = np.maximum(during, at_end)[inputs]
         return during
 
-    def after(self, recompute: Ints) -> Floats:
+    def after(self, recompute: Recompute) -> Floats:
         """Return the bytes that are held when each op has ended."""
         kept = self._kept(recompute)
         held = np.cumsum(self.program.activation_signs * kept)
@@ -117,9 +110,10 @@ class StageMemory:
         # In its B no count is better than all layers: the last layer is there in any case, and so
         # is the time when the first one runs.
         in_backward = own + freed
-        for chunk in self._uneven_chunks:
-            transient = self.layers_transient(chunk, self.num_layers)
-            in_backward[chunk] = own[chunk] + transient
+        uneven = self._uneven_chunks
+        all_layers = np.full(len(uneven), self.num_layers)
+        drop_all = Recompute(keep_input=all_layers, keep_attention=0 * all_layers)
+        in_backward[uneven] = own[uneven] + self.layers_transient(uneven, drop_all)
         forward_needs = in_forward[chunks]
         backward_needs = in_backward[chunks]
         own_needs = np.where(backward, backward_needs, forward_needs)
@@ -129,8 +123,7 @@ class StageMemory:
     def missing_bytes(self, limit: float) -> Floats:
         """Return the bytes over a limit at each op of a program of F and B without recompute.
 
-        What the op needs besides while it runs, by its own chunk's count, is in
-        `transient_by_count`.
+        What the op needs besides while it runs, by its own chunk's counts, is in `transient`.
         """
         program = self.program
         assert not program.has_input_weight, "F and B only"
@@ -143,52 +136,57 @@ class StageMemory:
         missing: Floats = needed - limit
         return missing
 
-    def transient_by_count(self) -> Floats:
-        """Return (ops, layers + 1) what each F and B needs besides, by its chunk's count."""
+    def transient(self, recompute: Recompute) -> Floats:
+        """Return (ops,) what F, and B or I, need besides by how their chunk is recomputed."""
+        keep_input, keep_attention = recompute
+        num_recomputed = keep_input + keep_attention
+        all_layers = num_recomputed == self.num_layers
+        in_forward = self.recompute_transient_bytes * all_layers
+        # If any layer was kept, it runs backward first and frees at least what recomputing another
+        # brings back. If none was, the first to run brings back most, or frees as much.
+        kept_attention = self.attention_bytes * (keep_attention > 0)
+        in_backward = (self.freed_per_layer_bytes - kept_attention) * all_layers
+        uneven = self._uneven_chunks
+        if len(uneven):
+            own = Recompute(keep_input[uneven], keep_attention[uneven])
+            in_backward[uneven] = self.layers_transient(uneven, own)
         chunks = self.program.chunks
-        backward = self.program.is_backward
-        counts = range(self.num_layers + 1)
-        transient = np.zeros((len(chunks), len(counts)))
-        # But for gradients of K and V, only recomputing all layers takes more.
-        in_forward = self.recompute_transient_bytes[chunks]
-        in_backward = self.freed_per_layer_bytes[chunks]
-        transient[:, -1] = np.where(backward, in_backward, in_forward)
-        brings_gradients = backward & (self.slot_gradient_bytes[chunks] > 0)
-        for op in np.flatnonzero(brings_gradients).tolist():
-            chunk = int(chunks[op])
-            transient[op] = [self.layers_transient(chunk, count) for count in counts]
+        transient: Floats = np.where(
+            self.program.is_backward, in_backward[chunks], in_forward[chunks]
+        )
         return transient
 
-    def layers_transient(self, chunk: int, recompute: int) -> float:
-        """Return what a chunk's B or I needs above what is held; see `layers_transient_bytes`."""
-        freed = float(self.freed_per_layer_bytes[chunk])
-        boundary = float(self.boundary_bytes[chunk])
-        slot_gradients = float(self.slot_gradient_bytes[chunk])
-        weight_inputs = float(self.weight_input_bytes[chunk])
-        return layers_transient_bytes(
-            num_layers=self.num_layers,
-            recompute=recompute,
-            layer=freed + boundary,
-            boundary=boundary,
-            slot_gradients=slot_gradients,
-            weight_inputs=weight_inputs,
-        )
+    def layers_transient(self, chunks: Ints, recompute: Recompute) -> Floats:
+        """Return what B or I of some chunks need above what is held; see `layers_transient_bytes`.
 
-    def _kept(self, recompute: Ints) -> Floats:
+        `recompute` has the shape of `chunks`, or one more axis before it.
+        """
+        boundary = self.boundary_bytes[chunks]
+        layer = LayerBytes(
+            whole=self.freed_per_layer_bytes[chunks] + boundary,
+            input=boundary,
+            attention=self.attention_bytes[chunks],
+            slot_gradients=self.slot_gradient_bytes[chunks],
+            weight_inputs=self.weight_input_bytes[chunks],
+        )
+        return layers_transient_bytes(self.num_layers, recompute, layer)
+
+    def _kept(self, recompute: Recompute) -> Floats:
         """(ops,) what the op's chunk keeps from F to B."""
-        freed = self.freed_per_layer_bytes * recompute
-        kept = self.activation_bytes - freed
+        keep_input, keep_attention = recompute
+        freed = self.freed_per_layer_bytes * (keep_input + keep_attention)
+        kept = self.activation_bytes - freed + self.attention_bytes * keep_attention
         of_ops: Floats = kept[self.program.chunks]
         return of_ops
 
     @cached_property
-    def _uneven_chunks(self) -> list[int]:
+    def _uneven_chunks(self) -> Ints:
         """Chunks in whose B the layers do not only free what they kept, one after the other.
 
         Gradients of K and V come with each layer, or inputs of W stay.
         """
         uneven = self.slot_gradient_bytes + self.weight_input_bytes
-        return np.flatnonzero(uneven).tolist()
+        return np.flatnonzero(uneven)
 
 
 def stage_memory(
@@ -229,6 +227,7 @@ def stage_memory(
         fixed_after_bytes=after,
         activation_bytes=costed.activation_bytes[stage_index],
         freed_per_layer_bytes=costed.freed_per_layer_bytes,
+        attention_bytes=costed.attention_bytes,
         boundary_bytes=costed.boundary_bytes,
         slot_gradient_bytes=_slot_gradients(held, costed.sizes),
         weight_input_bytes=weight_inputs,
@@ -241,14 +240,16 @@ def _slots(held: StageBytes, sizes: ChunkSizes, program: PackedProgram) -> tuple
     """Return the bytes of slots that come when each op begins, and those that go when it has ended.
 
     K and V come with the first slice's F, their gradients with the last slice's B, and the first
-    slice's B ends both.
+    slice's B ends both. Of gradients there are those of the tokens before the last slice, as no
+    other slice adds to its own.
     """
     num_ops = len(program.chunks)
     num_layers = held.stage.num_layers
     firsts, lasts = sizes.slice_ends
     tokens = sizes.split_tokens[firsts].astype(np.float64)
     kv = num_layers * tokens * held.kv_per_token
-    gradients = num_layers * tokens * held.kv_gradients_per_token
+    added_up = sizes.context[lasts].astype(np.float64)
+    gradients = num_layers * added_up * held.kv_gradients_per_token
     first_forwards = program.forward_places[firsts]
     first_backwards = program.backward_places[lasts]
     last_backwards = program.backward_places[firsts]
@@ -263,12 +264,11 @@ def _slots(held: StageBytes, sizes: ChunkSizes, program: PackedProgram) -> tuple
 def _slot_gradients(held: StageBytes, sizes: ChunkSizes) -> Floats:
     """(chunks,) bytes of one layer's gradients of K and V that the chunk's B brings.
 
-    The B of a split sequence's last slice, which is its first B, brings those of all its slices.
+    The B of a split sequence's last slice, which is its first B, brings those of all slices before.
     """
     _, lasts = sizes.slice_ends
     gradients = np.zeros(len(sizes.tokens))
-    tokens = sizes.split_tokens[lasts]
-    gradients[lasts] = tokens * held.kv_gradients_per_token
+    gradients[lasts] = sizes.context[lasts] * held.kv_gradients_per_token
     return gradients
 
 
@@ -343,43 +343,53 @@ def _transfers(
     return total
 
 
-def layers_transient_bytes(
-    num_layers: int,
-    recompute: int,
-    layer: float,
-    boundary: float,
-    slot_gradients: float,
-    weight_inputs: float = 0.0,
-) -> float:
+class LayerBytes(NamedTuple):
+    """What one layer holds of some chunks; arrays of any one shape, or numbers."""
+
+    whole: Floats | float
+    """What it keeps that is not recomputed."""
+    input: Floats | float
+    """What it keeps that is."""
+    attention: Floats | float
+    """What it keeps besides if attention is not run again."""
+    slot_gradients: Floats | float = 0.0
+    """Gradients of K and V if this B is the one that brings them."""
+    weight_inputs: Floats | float = 0.0
+    """What an I leaves for W, which a B does not."""
+
+
+def layers_transient_bytes(num_layers: int, recompute: Recompute, layer: LayerBytes) -> Floats:
     """Return the most that a stage's layers hold within a B or I, above what the chunk kept and all
     its slot gradients.
 
     The layers run backward from the last to the first. Each frees what it kept; each brings, in the
-    first B of a split sequence, its gradients of K and V; and the first `recompute` of them bring
-    their activations back.
+    first B of a split sequence, its gradients of K and V; and those that are recomputed bring back
+    what they did not keep. First are those that keep only their input, then those that keep
+    attention's output besides.
 
     Args:
         num_layers: of the stage.
-        recompute: layers of the chunk that are recomputed.
-        layer: bytes that one layer keeps of the chunk when it is not recomputed.
-        boundary: bytes of its input, which it keeps when it is.
-        slot_gradients: bytes of one layer's gradients of K and V if this B is the one that brings
-            them, else 0.
-        weight_inputs: bytes that an I leaves of one layer for W, which a B does not.
+        recompute: how many of them are recomputed; its shape is the result's.
+        layer: bytes of each.
     """
-    most = -float("inf")
+    keep_input, keep_attention = recompute
+    num_recomputed = keep_input + keep_attention
+    with_attention = layer.input + layer.attention
+    first = np.ones_like(num_recomputed)
+    last = num_layers * first
     # Between these layers the sum changes evenly, so it is largest at one of them.
-    corners = {num_layers, recompute + 1, recompute, 1}
-    layers = set(range(1, num_layers + 1))
-    for number in corners & layers:
-        num_done = num_layers - number
-        # Those that were not recomputed come first.
-        done_whole = min(num_done, num_layers - recompute)
-        done_recomputed = num_done - done_whole
-        freed = done_whole * layer + done_recomputed * boundary
-        freed -= num_done * weight_inputs
-        brought_back = layer - boundary if number <= recompute else 0.0
-        missing_gradients = (number - 1) * slot_gradients
-        held = brought_back - freed - missing_gradients
-        most = max(most, held)
-    return most
+    corners = (last, num_recomputed + 1, num_recomputed, keep_input + 1, keep_input, first)
+    number = np.clip(corners, first, last)
+    num_done = num_layers - number
+    # Those that were not recomputed come first, then those that kept attention's output.
+    done_whole = np.minimum(num_done, num_layers - num_recomputed)
+    done_attention = np.minimum(num_done - done_whole, keep_attention)
+    done_input = num_done - done_whole - done_attention
+    freed = done_whole * layer.whole
+    freed = freed + done_attention * with_attention + done_input * layer.input
+    freed = freed - num_done * layer.weight_inputs
+    kept = np.where(number <= keep_input, layer.input, with_attention)
+    brought_back = np.where(number <= num_recomputed, layer.whole - kept, 0.0)
+    missing_gradients = (number - 1) * layer.slot_gradients
+    held = brought_back - freed - missing_gradients
+    return np.asarray(held.max(axis=0))

@@ -10,10 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from infinipipe.aliases import Floats, Ints
+from infinipipe.aliases import Floats
 from infinipipe.costs.chunks import (
     CostedChunks,
     InputWeightCosts,
+    Recompute,
     chunk_sizes,
     price_chunks,
     price_input_weight,
@@ -29,11 +30,11 @@ from infinipipe.costs.links import (
 from infinipipe.costs.memory import StageBytes, StageMemory, stage_memory
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.rates import ChunkRates, make_rates
-from infinipipe.costs.sharded import ELEMENT_BYTES, sharded_profile
+from infinipipe.costs.sharded import sharded_profile
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
-from infinipipe.profiles import Curve, Line, Profile
+from infinipipe.profiles import ELEMENT_BYTES, Curve, Line, Profile
 
 # Kernels index elements with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
@@ -107,14 +108,14 @@ class CostModel:
         return price_input_weight(self.rank_profile, self.stages, costed.sizes)
 
     def op_seconds(
-        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Ints
+        self, stage_index: int, costed: CostedChunks, program: PackedProgram, recompute: Recompute
     ) -> Floats:
         """Return (ops,) the seconds of each op of a stage's program.
 
         The profile must price all of them.
         """
         chunks = program.chunks
-        recompute_s = recompute * costed.recompute_s
+        recompute_s = costed.recompute_seconds(recompute)
         forward_s = costed.forward_s[stage_index]
         backward_s = costed.backward_s[stage_index] + recompute_s
         in_forward = forward_s[chunks]

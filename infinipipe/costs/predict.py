@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from infinipipe.aliases import Floats
+from infinipipe.costs.chunks import Recompute
 from infinipipe.costs.model import CostModel
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.simulate import Timeline, simulate
@@ -219,12 +220,15 @@ def _finite(step: Step) -> Iterator[None]:
 def _predict_replica(costs: CostModel, step: Step, replica: Replica) -> _ReplicaPrediction:
     costed = costs.price(replica.chunks, step.sequences)
     programs = [PackedProgram.pack(program) for program in replica.programs]
-    recompute = np.array(replica.recompute, dtype=np.int64)
+    recompute = Recompute(
+        keep_input=np.array(replica.recompute, dtype=np.int64),
+        keep_attention=np.array(replica.keep_attention, dtype=np.int64),
+    )
     seconds: list[Floats] = []
     during: list[Floats] = []
     after: list[Floats] = []
     for stage, program in enumerate(programs):
-        counts = recompute[stage]
+        counts = Recompute(recompute.keep_input[stage], recompute.keep_attention[stage])
         memory = costs.memory(stage, costed, program)
         seconds.append(costs.op_seconds(stage, costed, program, counts))
         during.append(memory.during(counts))
@@ -235,7 +239,7 @@ def _predict_replica(costs: CostModel, step: Step, replica: Replica) -> _Replica
         raise ArithmeticError("they overflow")
     return _ReplicaPrediction(
         timeline=timeline,
-        recompute_s=recompute * costed.recompute_s,
+        recompute_s=costed.recompute_seconds(recompute),
         during_bytes=tuple(during),
         after_bytes=tuple(after),
     )

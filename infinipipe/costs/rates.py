@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
+from infinipipe.costs.chunks import attention_bytes_per_token
 from infinipipe.costs.times import curve_seconds
 from infinipipe.ir import Stage
-from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
+from infinipipe.profiles import Curve, LayerTime, Line, Profile, Times
 
 TINY = 1e-30
 """Stands for a divisor of 0 or less: no time or number of bytes that counts is so small."""
@@ -81,6 +82,11 @@ class SizeRates:
         # Added one after the other as there: `sum` takes another order for a single column.
         return self._changed(lambda part: part[stages].cumsum(axis=0)[-1])
 
+    def without_attention(self) -> SizeRates:
+        """Return the seconds without what attention takes."""
+        none = np.zeros_like(self.per_pair)
+        return SizeRates(self.sizes, self.constant, self.rate, none, none, none, none, none)
+
     def least_per_token(self) -> Floats:
         """Return (stages, 1) the least seconds per token at any size, attention apart."""
         return np.asarray(self._per_token().min(axis=-1, keepdims=True))
@@ -140,6 +146,8 @@ class TokenBytes:
     """Kept by a layer that is not recomputed, its input included, without K and V."""
     input: float
     """Kept by a layer that is recomputed."""
+    attention: float
+    """Kept besides by one that is recomputed but for attention."""
     freed: float
     """Freed by recomputing a layer; K and V besides, unless they are in a slot."""
     kv: float
@@ -159,11 +167,6 @@ class TokenBytes:
     def full_with_kv(self) -> float:
         """Kept by a layer that is not recomputed, with K and V."""
         return self.full + self.kv
-
-    @property
-    def slot(self) -> float:
-        """Held by one layer's slot when B brings gradients of K and V."""
-        return self.kv + self.kv_gradients
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,8 @@ class ChunkRates:
     """F and B on each stage, without recompute."""
     recompute: SizeRates
     """Added to B for each layer that is recomputed."""
+    recompute_but_attention: SizeRates
+    """The same of a layer that keeps attention's output."""
     transfer: SizeRates
     """Of one activation, or its gradient, between the nearest neighbours."""
     bytes: TokenBytes
@@ -219,7 +224,7 @@ def make_rates(
     """
     times = profile.times
     parts = _stage_parts(stages)
-    token_bytes = _token_bytes(profile.bytes, parts)
+    token_bytes = _token_bytes(profile, parts)
     room = _column(room_bytes) + _SPARE_BYTES
     backward_room = room - profile.bytes.layer_backward_peak.constant
 
@@ -244,6 +249,7 @@ def make_rates(
         embedding=_straight(times.embedding_backward, edges),
         head=_straight(times.head_backward, edges),
     )
+    recompute = _layer_rates(times.layer_recompute, edges, sizes)
     return ChunkRates(
         lengths=lengths,
         sizes=sizes,
@@ -251,7 +257,8 @@ def make_rates(
         forward=forward,
         backward=backward,
         work=forward + backward,
-        recompute=_layer_rates(times.layer_recompute, edges, sizes),
+        recompute=recompute,
+        recompute_but_attention=recompute.without_attention(),
         transfer=_transfer_rates(edge, token_bytes, sizes),
         bytes=token_bytes,
         room=room,
@@ -283,7 +290,8 @@ def _column(of_stages: SequenceOf[int]) -> Floats:
     return np.array(of_stages, dtype=np.float64)[:, None]
 
 
-def _token_bytes(sizes: Bytes, parts: _StageParts) -> TokenBytes:
+def _token_bytes(profile: Profile, parts: _StageParts) -> TokenBytes:
+    sizes = profile.bytes
     full = sizes.layer_full_per_token
     layer_input = float(sizes.activation_per_token)
     beside_layers = (
@@ -299,6 +307,7 @@ def _token_bytes(sizes: Bytes, parts: _StageParts) -> TokenBytes:
     return TokenBytes(
         full=full,
         input=layer_input,
+        attention=float(attention_bytes_per_token(profile)),
         freed=max(TINY, full - layer_input),
         kv=float(sizes.layer_kv_per_token),
         kv_gradients=float(sizes.layer_kv_grad_per_token),

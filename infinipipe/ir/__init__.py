@@ -27,7 +27,7 @@ from infinipipe.ir.plan import (
     loss_denominator,
 )
 from infinipipe.ir.profile_summary import profile_origin, profile_subject
-from infinipipe.ir.text import show_op, show_program
+from infinipipe.ir.text import show_op, show_program, show_recompute
 from infinipipe.ir.time_shares import TimeShares
 from infinipipe.ir.verify import verify_header, verify_step
 
@@ -66,6 +66,7 @@ __all__ = [
     "profile_subject",
     "show_op",
     "show_program",
+    "show_recompute",
     "verify_header",
     "verify_plan",
     "verify_step",

@@ -273,7 +273,11 @@ class Replica(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     chunks: tuple[Chunk, ...]
     recompute: tuple[tuple[int, ...], ...]
-    """`recompute[stage][chunk]`: how many of the stage's layers drop their activations in F."""
+    """`recompute[stage][chunk]`: how many of the stage's layers, its first ones, keep only their
+    input in F and compute the rest again in B."""
+    keep_attention: tuple[tuple[int, ...], ...]
+    """`keep_attention[stage][chunk]`: how many of the layers after those keep attention's output,
+    with its log-sum-exp, besides their input. All further ones keep everything."""
     programs: tuple[tuple[Op, ...], ...]
     """One program per stage."""
     predicted: tuple[StagePrediction, ...]

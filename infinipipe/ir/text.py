@@ -33,6 +33,14 @@ def show_program(stage: int, program: SequenceOf[Op]) -> str:
     return " ".join(show_op(stage, op) for op in program)
 
 
+def show_recompute(recompute: int, keep_attention: int) -> str:
+    """Return how many layers are recomputed: `3`, or `3+2` where two more keep attention's output.
+
+    It is `0+2` where no layer is recomputed in whole.
+    """
+    return f"{recompute}+{keep_attention}" if keep_attention else str(recompute)
+
+
 def excerpt(stage: int, program: SequenceOf[Op], position: int) -> str:
     """Return the ops around a position with a marker on it, as in `... 2F3 >>2B0<< 2F4 ...`.
 

@@ -15,6 +15,9 @@ from infinipipe.ir import DType, Model
 PROFILE_FORMAT_VERSION = 2
 """Raised when a reader would misread older files; a field that may be missing needs no raise."""
 
+ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+"""Of a parameter or an activation."""
+
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The device a profile speaks of."""
@@ -146,7 +149,7 @@ class Bytes(
     layer_kv_per_token: float
     """K and V of one layer; kept with the chunk for whole sequences, in the slot for split ones."""
     layer_kv_grad_per_token: float
-    """Gradients of K and V of one layer for a split sequence, per token of the sequence."""
+    """Gradients of K and V of one layer, per token of a split sequence before its last slice."""
     chunk_per_token: float
     """Kept once per chunk on every stage: positions and rotary tables."""
     embedding_per_token: float

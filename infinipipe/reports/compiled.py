@@ -25,6 +25,8 @@ class _Summary:
         """Sequences that share a chunk with another one."""
         self.num_recomputed = 0
         """Tokens times layers whose activations are recomputed."""
+        self.num_without_attention = 0
+        """Of these, with layers that keep what attention gave."""
         self.num_activations = 0
         """Tokens times layers."""
         self.shares = TimeShares()
@@ -59,8 +61,10 @@ class _Summary:
     def _add_recompute(self, replica: Replica) -> None:
         for number, chunk in enumerate(replica.chunks):
             num_tokens = chunk.num_tokens
-            num_recomputed = sum(counts[number] for counts in replica.recompute)
-            self.num_recomputed += num_tokens * num_recomputed
+            num_whole = sum(counts[number] for counts in replica.recompute)
+            num_kept = sum(counts[number] for counts in replica.keep_attention)
+            self.num_recomputed += num_tokens * (num_whole + num_kept)
+            self.num_without_attention += num_tokens * num_kept
             self.num_activations += num_tokens * self.num_layers
 
     def _add_predictions(self, predicted: SequenceOf[StagePrediction]) -> None:
@@ -132,8 +136,10 @@ def _show_packed(summary: _Summary) -> str:
 
 def _show_recomputed(summary: _Summary) -> str:
     activations = show_fraction(summary.num_recomputed, summary.num_activations)
+    without = show_fraction(summary.num_without_attention, summary.num_activations)
     time = summary.shares.recompute_fraction or 0.0
-    return f"{activations} of the layers' activations, {time:.1%} of the busy time"
+    kinds = f"{activations} of the layers' activations ({without} without attention)"
+    return f"{kinds}, {time:.1%} of the busy time"
 
 
 def _show_time(reader: PlanReader, shares: TimeShares) -> str:

@@ -93,7 +93,9 @@ def _replica_data(step: Step, replica: Replica, spans: SequenceOf[Span]) -> Data
     chunks = []
     for number, chunk in enumerate(replica.chunks):
         recompute = [counts[number] for counts in replica.recompute]
-        chunks.append(_chunk_data(step, chunk, recompute))
+        keep_attention = [counts[number] for counts in replica.keep_attention]
+        counts = {"recompute": recompute, "keepAttention": keep_attention}
+        chunks.append(_chunk_data(step, chunk) | counts)
     predicted = [
         {
             "busy": stage.busy_s,
@@ -106,12 +108,11 @@ def _replica_data(step: Step, replica: Replica, spans: SequenceOf[Span]) -> Data
     return {"chunks": chunks, "predicted": predicted, "ops": _columns(spans)}
 
 
-def _chunk_data(step: Step, chunk: Chunk, recompute: list[int]) -> Data:
+def _chunk_data(step: Step, chunk: Chunk) -> Data:
     return {
         "kind": chunk_kind(chunk, step.sequences),
         "tokens": chunk.num_tokens,
         "pairs": chunk.num_pairs,
-        "recompute": recompute,
         "slices": [_slice_data(step, part) for part in chunk.slices],
     }
 

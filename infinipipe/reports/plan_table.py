@@ -9,7 +9,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from infinipipe.ir import Chunk, Header, Op, PlanReader, Replica, Stage, Step, show_program
+from infinipipe.ir import (
+    Chunk,
+    Header,
+    Op,
+    PlanReader,
+    Replica,
+    Stage,
+    Step,
+    show_program,
+    show_recompute,
+)
 from infinipipe.reports.plan_view import StepSummary, chunk_kind, profile_device, step_summary
 from infinipipe.units import show_bytes, shown
 
@@ -132,7 +142,8 @@ def _chunks_table(step: Step, replica: Replica) -> Table:
     table = _table("chunk", "kind", "tokens", "recompute", "rows [start, stop) of length")
     table.columns[-1].justify = "left"
     for number, chunk in enumerate(replica.chunks[:_MOST_CHUNKS]):
-        recomputed = [str(counts[number]) for counts in replica.recompute]
+        pairs = zip(replica.recompute, replica.keep_attention, strict=True)
+        recomputed = [show_recompute(whole[number], kept[number]) for whole, kept in pairs]
         table.add_row(
             str(number),
             chunk_kind(chunk, step.sequences),

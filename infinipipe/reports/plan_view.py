@@ -66,7 +66,9 @@ class ChunkView(_View, frozen=True):
     cu_seqlens: tuple[int, ...]
     slices: tuple[SliceView, ...]
     recompute: tuple[int, ...]
-    """Recomputed layers, per stage."""
+    """Layers that keep only their input, per stage."""
+    keep_attention: tuple[int, ...]
+    """Further layers that are recomputed but for attention, per stage."""
 
 
 class PredictionView(_View, frozen=True):
@@ -301,6 +303,7 @@ def _chunk_view(step: Step, replica: Replica, index: int) -> ChunkView:
         cu_seqlens=tuple(accumulate(lengths, initial=0)),
         slices=tuple(slices),
         recompute=tuple(counts[index] for counts in replica.recompute),
+        keep_attention=tuple(counts[index] for counts in replica.keep_attention),
     )
 
 

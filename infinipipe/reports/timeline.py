@@ -66,6 +66,7 @@ def _ops(step: Step, spans: SequenceOf[Span]) -> Iterator[Event]:
             "tokens": chunk.num_tokens,
             "slices": [[part.sequence, part.start, part.stop] for part in chunk.slices],
             "recomputed layers": replica.recompute[span.stage][span.op.chunk],
+            "recomputed without attention": replica.keep_attention[span.stage][span.op.chunk],
         }
         seconds = span.end_s - span.start_s
         yield _complete(span, span.name, TRAITS[span.op.kind].name, seconds, facts)

@@ -150,7 +150,8 @@ class Executor:
         positions = chunk_positions(chunk).to(self._model.device)
         segments = chunk_segments(chunk, state.step, state.store, self._kernel)
         recompute = state.replica.recompute[self._stage_index][index]
-        hidden = self._model.run_layers(hidden, positions, segments, recompute)
+        keep_attention = state.replica.keep_attention[self._stage_index][index]
+        hidden = self._model.run_layers(hidden, positions, segments, recompute, keep_attention)
         planned = self._boundary_shape(chunk)
         actual = tuple(hidden.shape)
         assert actual == planned, f"the plan says {planned}, the stage produced {actual}"

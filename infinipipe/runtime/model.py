@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from infinipipe.errors import InputError
 from infinipipe.ir import Model, Stage
-from infinipipe.runtime.attention import ATTENTION_NAME, Segments, chunk_attention
+from infinipipe.runtime.attention import ATTENTION_NAME, KeptAttention, Segments, chunk_attention
 from infinipipe.runtime.device import DTYPE
 from infinipipe.runtime.flat import flatten
 from infinipipe.runtime.loss import head_loss
@@ -123,26 +124,37 @@ class StageModel(nn.Module):
         return embedded
 
     def run_layers(
-        self, hidden: Tensor, positions: Tensor, segments: Segments, recompute: int
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        segments: Segments,
+        recompute: int,
+        keep_attention: int = 0,
     ) -> Tensor:
         """Run the layers on (1, tokens, hidden size).
 
-        The first `recompute` of them drop their activations and compute them again in backward.
+        The first `recompute` of them keep only their input and compute the rest again in backward.
+        The next `keep_attention` of them keep what attention gave as well, and do all but attention
+        again.
         """
         rotary = self.whole.model.rotary_emb(hidden, positions)
+        first_whole = recompute + keep_attention
         for index, layer in enumerate(self.layers):
-            if index < recompute:
-                # No layer draws random numbers (dropout is refused), so no state to restore.
-                hidden = checkpoint(
-                    layer,
-                    hidden,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    position_embeddings=rotary,
-                    segments=segments,
-                )
-            else:
+            if index >= first_whole:
                 hidden = layer(hidden, position_embeddings=rotary, segments=segments)
+                continue
+            own_segments = segments
+            if index >= recompute:
+                own_segments = replace(segments, kept=KeptAttention())
+            # No layer draws random numbers (dropout is refused), so no state to restore.
+            hidden = checkpoint(
+                layer,
+                hidden,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                position_embeddings=rotary,
+                segments=own_segments,
+            )
         return hidden
 
     def loss(

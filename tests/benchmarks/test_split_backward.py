@@ -47,6 +47,8 @@ from tests.planner.toys import (
     TOY_WINDOWS,
     ToyWindow,
     cut,
+    drawn_recompute,
+    in_whole,
     toy_leads,
     toy_problem,
     with_limits,
@@ -149,7 +151,7 @@ def test_valid_within_memory_as_predicted_and_never_slower(
     limits = []
     for stage, memory in enumerate(roomy.memories):
         full = np.full(len(memory.activation_bytes), counts[stage])
-        least, most = memory.during(full).max(), memory.during(0 * full).max()
+        least, most = memory.during(in_whole(full)).max(), memory.during(in_whole(0 * full)).max()
         limits.append(int(least + share * (most - least)) + 2)
     tight = with_limits(problem, limits)
     for found in (roomy, ordered(tight, parts, window)):
@@ -251,7 +253,7 @@ def test_memory_holds_w_back() -> None:
         limits = tuple(int(a + share * max(0, b - a)) + 2 for a, b in zip(whole, free, strict=True))
         assert all(limit > least for limit, least in zip(limits, static, strict=True))
         found = equal_schedule(with_limits(roomy.problem, limits))
-        assert not found.recompute.any()
+        assert not found.levels.any()
         replica, makespan_s = split_backwards(found)
         assert all(
             p.peak_bytes <= limit for p, limit in zip(replica.predicted, limits, strict=True)
@@ -274,14 +276,15 @@ def test_recompute_is_done_in_i_and_kept_until_w() -> None:
     roomy = ordered(problem, 6, "adaptive")
     assert roomy is not None
     most = max(
-        float(memory.during(roomy.recompute[s]).max()) for s, memory in enumerate(roomy.memories)
+        float(memory.during(in_whole(roomy.levels[s])).max())
+        for s, memory in enumerate(roomy.memories)
     )
     static = problem.pipeline.costs.static_bytes(0)
     found = ordered(
         with_prices(toy_problem([30] * 6, [2, 2], 0.8 * (most - static))), 6, "adaptive"
     )
     assert found is not None
-    assert found.recompute.any()
+    assert found.levels.any()
     replica, makespan_s = split_backwards(found)
     assert makespan_s < found.makespan_s
     assert replica.recompute == make_replica(found).recompute
@@ -315,7 +318,7 @@ def test_bytes_counted_op_by_op_are_those_of_the_ledger(
     case: tuple[list[int], list[int], int, ToyWindow, float], seed: int
 ) -> None:
     """Of programs with some B cut and each W anywhere behind its I."""
-    lengths, counts, parts, window, share = case
+    lengths, counts, parts, window, _ = case
     problem = with_prices(toy_problem(lengths, counts))
     costs, generator = problem.pipeline.costs, np.random.default_rng(seed)
     found = ordered(problem, parts, window)
@@ -325,9 +328,9 @@ def test_bytes_counted_op_by_op_are_those_of_the_ledger(
     input_weight = costs.price_input_weight(costed)
     for stage, whole in enumerate(make_replica(found).programs):
         for program in (whole, replica.programs[stage], split_some(whole, generator)):
-            recompute = generator.binomial(counts[stage], share, len(replica.chunks))
+            recompute = drawn_recompute(generator, counts[stage], len(replica.chunks))
             memory = costs.memory(stage, costed, PackedProgram.pack(program))
-            cursor = MemoryCursor(costs, stage, costed, program, recompute.tolist(), input_weight)
+            cursor = MemoryCursor(costs, stage, costed, program, recompute, input_weight)
             during, after = [], []
             for op in program:
                 during.append(cursor.run(op))
@@ -340,7 +343,7 @@ def test_a_copy_of_a_cursor_goes_on_by_itself() -> None:
     found = ordered(toy_problem([30, 9], [2, 2]), 4, "uniform")
     assert found is not None
     costs, program = found.problem.pipeline.costs, make_replica(found).programs[0]
-    cursor = MemoryCursor(costs, 0, found.chains.costs, program, found.recompute[0].tolist())
+    cursor = MemoryCursor(costs, 0, found.chains.costs, program, in_whole(found.levels[0]))
     for place, op in enumerate(program):
         copied = copy.copy(cursor)
         ahead = [copied.run(each) for each in program[place:]]

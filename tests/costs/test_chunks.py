@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from infinipipe.costs import ChunkSizes, PackedProgram, curve_seconds, layer_seconds
+from infinipipe.costs import ChunkSizes, PackedProgram, Recompute, curve_seconds, layer_seconds
 from infinipipe.ir import Chunk, Op, OpKind, Slice
 from infinipipe.profiles import logits_tokens
 from tests.costs.rounds import (
@@ -18,6 +18,7 @@ from tests.costs.rounds import (
     round_costs,
     round_profile,
 )
+from tests.planner.toys import in_whole
 
 
 def test_logits_pieces_shrink_with_the_vocabulary() -> None:
@@ -123,8 +124,9 @@ def test_seconds_of_every_kind_of_op() -> None:
     costed = costs.price(WHOLE, WHOLE_SEQUENCES)
     parts = costs.price_input_weight(costed)
     assert parts is not None
-    recompute = np.array([1, 2])
-    recomputed = costed.recompute_s * recompute
+    recompute = Recompute(keep_input=np.array([1, 2]), keep_attention=np.array([2, 1]))
+    but_attention_s = costed.recompute_s - costed.attention_s
+    recomputed = costed.recompute_s * [1, 2] + but_attention_s * [2, 1]
     by_kind = {
         OpKind.FORWARD: costed.forward_s[1],
         OpKind.BACKWARD: costed.backward_s[1] + recomputed,
@@ -160,9 +162,9 @@ def test_i_and_w_have_a_price_only_with_seconds_and_bytes(lacking: str) -> None:
     # Nothing else needs those prices.
     ops = [Op(OpKind.FORWARD, 0), Op(OpKind.BACKWARD, 0)]
     program = PackedProgram.pack(ops)
-    seconds = costs.op_seconds(0, costed, program, np.array([0]))
+    seconds = costs.op_seconds(0, costed, program, in_whole([0]))
     assert seconds.tolist() == [costed.forward_s[0, 0], costed.backward_s[0, 0]]
     split = [Op(OpKind.FORWARD, 0), Op(OpKind.BACKWARD_INPUT, 0), Op(OpKind.BACKWARD_WEIGHT, 0)]
     program = PackedProgram.pack(split)
     with pytest.raises(AssertionError, match="I and W need their prices"):
-        costs.op_seconds(0, costed, program, np.array([0]))
+        costs.op_seconds(0, costed, program, in_whole([0]))

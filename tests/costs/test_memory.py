@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import msgspec
 import numpy as np
@@ -10,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinipipe.aliases import Ints
-from infinipipe.costs import StageMemory
-from infinipipe.costs.memory import layers_transient_bytes
+from infinipipe.costs import Recompute, StageMemory
+from infinipipe.costs.memory import LayerBytes, layers_transient_bytes
 from infinipipe.ir import Chunk, OpKind, Slice
 from infinipipe.planner.passes.order import windowed_order
 from infinipipe.planner.passes.schedule import order_memories, price_chains
@@ -27,7 +27,15 @@ from tests.costs.rounds import (
     round_costs,
     round_profile,
 )
-from tests.planner.toys import TOY_WINDOWS, ToyWindow, cut, toy_leads, toy_problem
+from tests.planner.toys import (
+    TOY_WINDOWS,
+    ToyWindow,
+    cut,
+    drawn_recompute,
+    in_whole,
+    toy_leads,
+    toy_problem,
+)
 
 ONE = WHOLE[:1], WHOLE_SEQUENCES[:1]
 """One sequence of eight tokens in one chunk."""
@@ -38,9 +46,9 @@ def test_memory_of_a_split_sequence_by_hand() -> None:
     memory = costs.memory(0, costs.price(SPLIT, SPLIT_SEQUENCE), packed("F0 F1 B1 B0"))
     recompute = np.array([1, 0])
     static = costs.static_bytes(0)
-    slot, grads = 2 * 12 * 20, 2 * 12 * 40
+    slot, grads = 2 * 12 * 20, 2 * 8 * 40
     kept = (8 * 203 - 8 * 90, 4 * 203)
-    assert (memory.after(recompute) - static).tolist() == [
+    assert (memory.after(in_whole(recompute)) - static).tolist() == [
         slot + kept[0],
         slot + sum(kept),
         slot + grads + kept[0],
@@ -51,16 +59,16 @@ def test_memory_of_a_split_sequence_by_hand() -> None:
         slot + sum(kept) + 27 + 40 + 80,  # and F0's send
         # F1's send, the next receive, B1's own gradient; when the second layer's K and V gradients
         # come, the first one's activations are there, so one layer's activations are not.
-        slot + grads + sum(kept) + 16 + 32 + 40 + 80 + 40 - 400,
+        slot + grads + sum(kept) + 16 + 32 + 40 + 80 + 40 - 8 * 40,
         slot + grads + kept[0] + 9 + 48 + 40 + 80,
     ]
-    assert (memory.during(recompute) - static).tolist() == during
+    assert (memory.during(in_whole(recompute)) - static).tolist() == during
 
 
 def test_full_recompute_brings_one_layer_back_and_partial_does_not() -> None:
     costs = round_costs()
     memory = costs.memory(0, costs.price(*ONE), packed("F0 B0"))
-    peaks = [memory.during(np.array([count]))[1] for count in (0, 1, 2)]
+    peaks = [memory.during(in_whole(np.array([count])))[1] for count in (0, 1, 2)]
     assert peaks[0] - peaks[1] == 8 * 110
     assert peaks[2] == peaks[1]
 
@@ -68,7 +76,7 @@ def test_full_recompute_brings_one_layer_back_and_partial_does_not() -> None:
 def test_forward_needs_more_while_it_runs_where_nothing_is_kept() -> None:
     costs = round_costs()
     memory = costs.memory(0, costs.price(*ONE), packed("F0 B0"))
-    peaks = [memory.during(np.array([count]))[0] for count in (0, 1, 2)]
+    peaks = [memory.during(in_whole(np.array([count])))[0] for count in (0, 1, 2)]
     assert np.diff(peaks).tolist() == [-8 * 110, -8 * 110 + (8 * 30 - 47)]
 
 
@@ -78,7 +86,7 @@ def test_what_i_leaves_stays_until_w(recompute: int) -> None:
     costed = costs.price(WHOLE, WHOLE_SEQUENCES)
     memory = costs.memory(1, costed, packed("F0 F1 I0 W0 I1 W1"))
     counts = np.array([recompute, 0])
-    after, during = memory.after(counts), memory.during(counts)
+    after, during = memory.after(in_whole(counts)), memory.during(in_whole(counts))
     kept = 8 * (3 * 120 - recompute * 110 + 4), 3 * (3 * 120 + 4)
     left = 3 * 8 * 50, 3 * 3 * 50
     static = costs.static_bytes(1)
@@ -109,14 +117,14 @@ def test_w_has_a_gradient_coming_and_one_leaving() -> None:
     memory = costs.memory(1, costed, packed("F0 F1 I0 W0 I1 W1"))
     held = 3 * 8 * 50 + 3 * (3 * 120 + 1)
     # F1's activation and I0's gradient leave, I1's comes.
-    during = memory.during(np.array([0, 0]))
+    during = memory.during(in_whole(np.array([0, 0])))
     assert during[3] - costs.static_bytes(1) == held + 9 + 30 + 80 + 30
 
 
 def test_the_embeddings_gradient_waits_for_w() -> None:
     costs = round_costs()
     memory = costs.memory(0, costs.price(*ONE), packed("F0 I0 W0"))
-    assert (memory.after(np.array([0])) - costs.static_bytes(0)).tolist() == [
+    assert (memory.after(in_whole(np.array([0]))) - costs.static_bytes(0)).tolist() == [
         8 * (2 * 120 + 3),
         2 * 8 * 50 + 8 * 12,
         0,
@@ -126,9 +134,9 @@ def test_the_embeddings_gradient_waits_for_w() -> None:
 def test_k_and_v_go_with_the_first_slices_i() -> None:
     costs = round_costs()
     memory = costs.memory(0, costs.price(SPLIT, SPLIT_SEQUENCE), packed("F0 F1 I1 I0 W1 W0"))
-    slot, grads, kept = 2 * 12 * 20, 2 * 12 * 40, (8 * 203, 4 * 203)
+    slot, grads, kept = 2 * 12 * 20, 2 * 8 * 40, (8 * 203, 4 * 203)
     left = 8 * (2 * 50 + 12), 4 * (2 * 50 + 12)
-    assert (memory.after(np.array([0, 0])) - costs.static_bytes(0)).tolist() == [
+    assert (memory.after(in_whole(np.array([0, 0]))) - costs.static_bytes(0)).tolist() == [
         slot + kept[0],
         slot + sum(kept),
         slot + grads + kept[0] + left[1],
@@ -145,30 +153,29 @@ def test_some_b_may_be_cut_and_others_not() -> None:
     both = costs.memory(1, costed, packed("F0 F1 B0 I1 W1"))
     whole = costs.memory(1, costed, packed("F0 F1 B0 B1"))
     # Until the first I, nothing differs.
-    assert both.during(counts)[:3].tolist() == whole.during(counts)[:3].tolist()
-    assert both.after(counts)[:3].tolist() == whole.after(counts)[:3].tolist()
-    assert (both.after(counts) - costs.static_bytes(1))[3:].tolist() == [3 * 3 * 50, 0]
+    assert both.during(in_whole(counts))[:3].tolist() == whole.during(in_whole(counts))[:3].tolist()
+    assert both.after(in_whole(counts))[:3].tolist() == whole.after(in_whole(counts))[:3].tolist()
+    assert (both.after(in_whole(counts)) - costs.static_bytes(1))[3:].tolist() == [3 * 3 * 50, 0]
 
 
 def test_layers_come_and_go_within_a_backward() -> None:
     """What a B or an I needs is the largest of what it needs when each layer runs."""
-    for num_layers, recompute in [(4, 0), (4, 2), (4, 4), (3, 1), (1, 0), (1, 1)]:
-        for layer, boundary, gradients in [
-            (100.0, 10.0, 0.0),
-            (100.0, 10.0, 70.0),
-            (100.0, 10.0, 300.0),
-        ]:
-            for left in (0.0, 60.0):
-                kept = [boundary if number < recompute else layer for number in range(num_layers)]
-                by_layer = [
-                    sum(kept[:number]) + layer + (gradients + left) * (num_layers - number) - left
-                    for number in range(num_layers)
-                ]
-                expected = max(by_layer) - sum(kept) - num_layers * gradients
-                found = layers_transient_bytes(
-                    num_layers, recompute, layer, boundary, gradients, left
-                )
-                assert found == expected
+    counts = [(n, r, a) for n in (1, 3, 4) for r in range(n + 1) for a in range(n - r + 1)]
+    whole, boundary, attention = 100.0, 10.0, 25.0
+    for (num_layers, keep_input, keep_attention), gradients, left in product(
+        counts, (0.0, 20.0, 70.0, 300.0), (0.0, 60.0)
+    ):
+        kept = [boundary] * keep_input + [boundary + attention] * keep_attention
+        kept += [whole] * (num_layers - len(kept))
+        by_layer = [
+            sum(kept[:number]) + whole + (gradients + left) * (num_layers - number) - left
+            for number in range(num_layers)
+        ]
+        expected = max(by_layer) - sum(kept) - num_layers * gradients
+        layer = LayerBytes(whole, boundary, attention, gradients, left)
+        recompute = Recompute(np.array(keep_input), np.array(keep_attention))
+        found = layers_transient_bytes(num_layers, recompute, layer)
+        assert found == expected
 
 
 CASES = st.tuples(
@@ -194,13 +201,14 @@ def toy_memories(
         yield problem.pipeline.costs.static_bytes(stage), memory
 
 
-def some_counts(memory: StageMemory, generator: np.random.Generator) -> list[Ints]:
-    """Return recompute counts of all kinds: none, all layers, and what chance wants."""
+def some_recompute(memory: StageMemory, generator: np.random.Generator) -> list[Recompute]:
+    """Return recompute of all kinds: none, all layers, and what chance wants."""
     num_chunks = len(memory.activation_bytes)
-    drawn = generator.integers(0, memory.num_layers + 1, (6, num_chunks))
+    drawn = [drawn_recompute(generator, memory.num_layers, num_chunks) for _ in range(6)]
     all_or_none = memory.num_layers * generator.integers(0, 2, (2, num_chunks))
     none = np.zeros(num_chunks, dtype=np.int64)
-    return [none, none + memory.num_layers, *drawn, *all_or_none]
+    counts = [none, none + memory.num_layers, *all_or_none]
+    return [*drawn, *map(in_whole, counts), Recompute(none, all_or_none[0])]
 
 
 @given(CASES)
@@ -211,7 +219,7 @@ def test_the_least_is_never_above_during_and_after_neither(
     generator = np.random.default_rng(seed)
     for static, memory in toy_memories(*shape):
         least = memory.least()
-        for recompute in some_counts(memory, generator):
+        for recompute in some_recompute(memory, generator):
             during, after = memory.during(recompute), memory.after(recompute)
             # Sums of large floats in another order may differ in their last digits.
             assert np.all(least <= during * (1 + 1e-12))
@@ -228,13 +236,21 @@ def test_a_chunks_count_matters_from_its_f_to_its_b_and_nowhere_else(
     *shape, seed = case
     generator = np.random.default_rng(seed)
     for _, memory in toy_memories(*shape):
-        before = some_counts(memory, generator)[2]
-        chunk = int(generator.integers(len(before)))
-        changed = before.copy()
-        changed[chunk] = (before[chunk] + 1) % (memory.num_layers + 1)
+        num_chunks = len(memory.activation_bytes)
+        before = drawn_recompute(generator, memory.num_layers, num_chunks)
+        others = drawn_recompute(generator, memory.num_layers, num_chunks)
+        chunk = int(generator.integers(num_chunks))
+        is_changed = np.arange(num_chunks) == chunk
+        changed = Recompute(
+            keep_input=np.where(is_changed, others.keep_input, before.keep_input),
+            keep_attention=np.where(is_changed, others.keep_attention, before.keep_attention),
+        )
         first, last = memory.program.forward_places[chunk], memory.program.backward_places[chunk]
         delta = memory.after(changed) - memory.after(before)
-        freed = memory.freed_per_layer_bytes[chunk] * (changed[chunk] - before[chunk])
+        more_input = changed.keep_input[chunk] - before.keep_input[chunk]
+        more_attention = changed.keep_attention[chunk] - before.keep_attention[chunk]
+        freed = memory.freed_per_layer_bytes[chunk] * (more_input + more_attention)
+        freed -= memory.attention_bytes[chunk] * more_attention
         assert delta[:first] == pytest.approx(0, abs=1e-3)
         assert delta[first:last] == pytest.approx(-freed, abs=1e-3)
         assert delta[last:] == pytest.approx(0, abs=1e-3)
@@ -253,7 +269,7 @@ def test_what_i_leaves_may_be_more_than_what_its_chunk_had_before() -> None:
         memory = costs.memory(stage, costed, packed("F0 I0 W0"))
         for count in range(costs.stages[stage].num_layers + 1):
             recompute = np.array([count])
-            during, after = memory.during(recompute), memory.after(recompute)
+            during, after = memory.during(in_whole(recompute)), memory.after(in_whole(recompute))
             assert np.all(after <= during)
             inputs = memory.program.is_kind(OpKind.BACKWARD_INPUT)
             assert after[inputs] >= costs.static_bytes(stage) + 5000 * 8
@@ -263,23 +279,24 @@ def test_what_i_leaves_may_be_more_than_what_its_chunk_had_before() -> None:
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
     st.integers(1, 10),
     st.sampled_from([0, 1]),
-    st.integers(0, 3),
+    st.integers(0, 2**32),
 )
-def test_what_is_missing_and_transient_by_count_is_what_the_ledger_says(
-    lengths: list[int], parts: int, stage: int, count: int
+def test_what_is_missing_and_transient_is_what_the_ledger_says(
+    lengths: list[int], parts: int, stage: int, seed: int
 ) -> None:
     """The programs of the solvers are written with these two."""
     problem = toy_problem(lengths, [3, 3])
     chains = price_chains(problem, cut(problem, parts)[0])
     order = windowed_order(chains.chunks, 2, "adaptive", 2)
     memory = order_memories(problem, chains, order)[stage]
-    recompute = np.full(chains.num_chunks, count)
+    recompute = drawn_recompute(np.random.default_rng(seed), 3, chains.num_chunks)
     limit = 1e6
-    freed = memory.freed_per_layer_bytes * count
+    freed = memory.freed_per_layer_bytes * (recompute.keep_input + recompute.keep_attention)
+    freed = freed - memory.attention_bytes * recompute.keep_attention
     signs = memory.program.activation_signs
     freed_in_flight = np.cumsum(signs * freed[memory.program.chunks])
     # B still holds what its own chunk kept.
     own = np.where(memory.program.is_backward, freed[memory.program.chunks], 0.0)
     expected = memory.during(recompute) - limit + freed_in_flight + own
-    actual = memory.missing_bytes(limit) + memory.transient_by_count()[:, count]
+    actual = memory.missing_bytes(limit) + memory.transient(recompute)
     assert actual == pytest.approx(expected, abs=1e-3)

@@ -334,6 +334,11 @@ def with_recompute(stage: int, chunk: int, count: int) -> Step:
     return with_replica(recompute=with_item(SECOND.recompute, stage, counts))
 
 
+def with_keep_attention(stage: int, chunk: int, count: int) -> Step:
+    counts = with_item(SECOND.keep_attention[stage], chunk, count)
+    return with_replica(keep_attention=with_item(SECOND.keep_attention, stage, counts))
+
+
 NAN, INF = float("nan"), float("inf")
 STEP_MUTATIONS: list[tuple[str, Step, str]] = [
     ("index", replace(STEP, index=4), "step 4: the plan has steps 0 to 3"),
@@ -388,13 +393,38 @@ STEP_MUTATIONS: list[tuple[str, Step, str]] = [
         with_replica(recompute=((0, 0), *SECOND.recompute[1:])),
         "stage 0: 2 recompute counts",
     ),
+    (
+        "keep attention missing",
+        with_replica(keep_attention=SECOND.keep_attention[:2]),
+        "replica 1, stage 2: keep_attention of 2 stages",
+    ),
+    (
+        "keep attention of a chunk missing",
+        with_replica(keep_attention=((0, 0), *SECOND.keep_attention[1:])),
+        "stage 0: 2 keep_attention counts for 3 chunks",
+    ),
     ("predictions missing", with_replica(predicted=()), "stage 0: predicted of 0 stages"),
     (
         "recompute too many",
         with_recompute(1, 2, 4),
-        "stage 1: op 1B2 recomputes 4 of 3 layers: 1F0 1F1 1F2 >>1B2<< 1B1 1B0",
+        "stage 1: op 1B2 recomputes 4 layers and 0 without attention, of 3: "
+        "1F0 1F1 1F2 >>1B2<< 1B1 1B0",
     ),
-    ("recompute negative", with_recompute(2, 0, -1), "stage 2: op 2B0 recomputes -1 of 2 layers"),
+    (
+        "recompute negative",
+        with_recompute(2, 0, -1),
+        "stage 2: op 2B0 recomputes -1 layers and 0 without attention, of 2",
+    ),
+    (
+        "keep attention negative",
+        with_keep_attention(2, 0, -1),
+        "stage 2: op 2B0 recomputes 2 layers and -1 without attention, of 2",
+    ),
+    (
+        "both counts too many",
+        with_keep_attention(1, 2, 1),
+        "stage 1: op 1B2 recomputes 3 layers and 1 without attention, of 3",
+    ),
     (
         "peak",
         with_prediction(1, peak_bytes=10**9 + 1),
@@ -685,6 +715,7 @@ REPLICAS = st.builds(
         tuple
     ),
     recompute=st.lists(st.lists(INTEGERS, max_size=3).map(tuple), max_size=3).map(tuple),
+    keep_attention=st.lists(st.lists(INTEGERS, max_size=3).map(tuple), max_size=3).map(tuple),
     programs=st.lists(
         st.lists(st.builds(Op, st.sampled_from(OpKind), INTEGERS), max_size=8).map(tuple),
         max_size=3,
@@ -709,6 +740,7 @@ def test_garbage_is_refused_and_never_crashes_a_rule(
                 replace(SECOND, recompute=garbage.recompute, programs=garbage.programs),
             ),
         ),
+        replace(STEP, replicas=(FIRST, replace(SECOND, keep_attention=garbage.keep_attention))),
         replace(
             STEP,
             index=index,

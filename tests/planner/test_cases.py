@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinipipe.costs import Work
+from infinipipe.costs.chunks import attention_bytes_per_token
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, VerifyError
 from infinipipe.ir import (
@@ -61,6 +62,7 @@ from infinipipe.units import show_bytes
 from tests.planner.toys import (
     ROOMY,
     draw_lengths,
+    in_whole,
     roomy_limits,
     toy_costs,
     toy_problem,
@@ -205,8 +207,10 @@ def test_stages_of_8_16_16_and_8_gb_recompute_differently_and_keep_to_their_limi
     assert header.memory_limit_bytes == limits
     (replica,) = step.replicas
     shares = [
-        sum(counts) / len(counts) / stage.num_layers
-        for counts, stage in zip(replica.recompute, header.stages, strict=True)
+        (sum(counts) + sum(without_attention)) / len(counts) / stage.num_layers
+        for counts, without_attention, stage in zip(
+            replica.recompute, replica.keep_attention, header.stages, strict=True
+        )
     ]
     assert shares[0] > 0.5
     assert shares[1] < 0.5 * shares[0]
@@ -289,12 +293,14 @@ def test_recompute_counts_need_not_divide_the_layers(num_layers: int) -> None:
     (memory,) = order_memories(
         problem, chains, np.minimum(windowed_order(chains.chunks, 1, "uniform", 1) + 2, 6)
     )
-    none, full = (float(memory.during(np.full(6, count)).max()) for count in (0, num_layers))
+    none, full = (
+        float(memory.during(in_whole(np.full(6, count))).max()) for count in (0, num_layers)
+    )
     seen: set[int] = set()
     for limit in np.linspace(full + 2, none, 60):
-        counts = fit_recompute(memory, chains.costs.recompute_s, float(limit))
+        counts = fit_recompute(memory, chains.ladder, float(limit))
         assert not isinstance(counts, float)
-        assert memory.during(counts).max() <= limit
+        assert memory.during(in_whole(counts)).max() <= limit
         assert 0 <= counts.min() <= counts.max() <= num_layers
         seen |= set(counts.tolist())
     assert {7, num_layers} <= seen
@@ -457,7 +463,7 @@ def test_a_solver_that_may_not_search_still_gives_a_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr(diagonals, "_MOST_NODES", 0)
     monkeypatch.setattr(diagonals, "_GAP", 1e9)
     found, replica = paper_plan(problem)
-    assert found.recompute.any()
+    assert found.levels.any()
     assert found.makespan_s >= whole.makespan_s
     told = replica.search
     assert told is not None
@@ -490,7 +496,7 @@ def test_a_solver_without_a_solution_leaves_what_the_sweep_found(
     monkeypatch.setattr(pyscipopt, "Model", lame)
     monkeypatch.setattr(diagonals, "_MOST_NODES", 0)
     found, replica = paper_plan(problem)
-    assert found.recompute.any()
+    assert found.levels.any()
     assert solved.makespan_s <= found.makespan_s <= 1.2 * solved.makespan_s
     assert replica.search is not None
     assert replica.search.status != "optimal"
@@ -514,7 +520,7 @@ def test_a_solvers_answer_that_does_not_fit_is_not_taken(
     monkeypatch.setattr(paper, "solve_diagonals", too_good)
     found, _ = paper_plan(problem)
     assert sum(calls) > 0
-    assert found.recompute.any()
+    assert found.levels.any()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -531,6 +537,7 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
         return
     replica, sizes = make_replica(found), problem.pipeline.costs.profile.bytes
     full, activation = Fraction(sizes.layer_full_per_token), Fraction(sizes.activation_per_token)
+    attention = attention_bytes_per_token(problem.pipeline.costs.profile)
     for stage, program in enumerate(replica.programs):
         limit, predicted = problem.pipeline.limits[stage], replica.predicted[stage].peak_bytes
         assert isinstance(predicted, int)
@@ -540,9 +547,12 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
         held = most = static
         for op in program:
             dropped = replica.recompute[stage][op.chunk]
+            kept = replica.keep_attention[stage][op.chunk]
             assert 0 <= dropped <= place.num_layers
             own = replica.chunks[op.chunk].num_tokens * (
-                (place.num_layers - dropped) * full + dropped * activation
+                (place.num_layers - dropped - kept) * full
+                + dropped * activation
+                + kept * (activation + attention)
             )
             held += own if op.kind == OpKind.FORWARD else -own
             most = max(most, held)

@@ -5,6 +5,7 @@ That holds whatever the solvers are allowed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import product
 
@@ -14,8 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from infinipipe.aliases import Ints
-from infinipipe.costs import StageMemory
+from infinipipe.costs import CostedChunks, StageMemory
 from infinipipe.planner.passes import recompute_program as polish_module
+from infinipipe.planner.passes.ladder import Ladder, inputs_only, whole_menu
 from infinipipe.planner.passes.order import Window, windowed_order
 from infinipipe.planner.passes.polish import Solved, polish
 from infinipipe.planner.passes.schedule import (
@@ -30,7 +32,7 @@ from infinipipe.planner.passes.schedule import (
 )
 from infinipipe.planner.policies.paper import plan_paper
 from infinipipe.planner.problem import Problem
-from tests.planner.toys import cut, toy_problem
+from tests.planner.toys import cut, in_whole, toy_problem
 
 LENGTHS = st.lists(st.integers(2, 30), min_size=2, max_size=5)
 LAYERS = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -39,13 +41,17 @@ WINDOWS = st.sampled_from(["adaptive", "uniform"])
 EXACT, PROVED = 1 + 1e-9, 1 + 1e-6
 
 
+MakeLadder = Callable[[CostedChunks], Ladder]
+LADDERS = st.sampled_from([inputs_only, whole_menu])
+
+
 def ordered(
-    problem: Problem, parts: int, window: Window
+    problem: Problem, parts: int, window: Window, make_ladder: MakeLadder = inputs_only
 ) -> tuple[CostedChains, tuple[StageMemory, ...]]:
     chunks, _, _ = cut(problem, parts, 1000, even=True)
     num_stages = problem.pipeline.num_stages
     leads = windowed_order(chunks, num_stages, window, num_stages)
-    chains = price_chains(problem, chunks)
+    chains = price_chains(problem, chunks, make_ladder)
     return chains, order_memories(problem, chains, leads)
 
 
@@ -60,16 +66,21 @@ def tight_problem(
     least, most = 0.0, 0.0
     for memory, static in zip(ordered(roomy, parts, window)[1], roomy.pipeline.limits, strict=True):
         none = np.zeros(len(memory.activation_bytes), dtype=np.int64)
-        least = max(least, float(memory.during(none + memory.num_layers).max()) - static)
-        most = max(most, float(memory.during(none).max()) - static)
+        least = max(least, float(memory.during(in_whole(none + memory.num_layers)).max()) - static)
+        most = max(most, float(memory.during(in_whole(none)).max()) - static)
     return toy_problem(lengths, layers, least + room * (most - least) + 2)
 
 
 def swept(
-    lengths: list[int], layers: list[int], parts: int, room: float, window: Window
+    lengths: list[int],
+    layers: list[int],
+    parts: int,
+    room: float,
+    window: Window,
+    make_ladder: MakeLadder = inputs_only,
 ) -> Schedule:
     problem = tight_problem(lengths, layers, parts, room, window)
-    schedule = fit_schedule(problem, *ordered(problem, parts, window))
+    schedule = fit_schedule(problem, *ordered(problem, parts, window, make_ladder))
     assert isinstance(schedule, Schedule)
     return schedule
 
@@ -79,21 +90,30 @@ def all_layers(problem: Problem, memories: SequenceOf[StageMemory]) -> Ints:
     return np.repeat(np.array(layers, dtype=np.int64), len(memories[0].activation_bytes), axis=1)
 
 
-def fits(schedule: Schedule, recompute: Ints) -> bool:
+def highest(schedule: Schedule) -> Ints:
+    return schedule.chains.ladder.num_rungs(schedule.chains.num_layers)
+
+
+def peak_bytes(schedule: Schedule, memory: StageMemory, levels: Ints) -> float:
+    recompute = schedule.chains.ladder.recompute(levels, memory.num_layers)
+    return float(memory.during(recompute).max())
+
+
+def fits(schedule: Schedule, levels: Ints) -> bool:
     limits = schedule.problem.pipeline.limits
     return all(
-        memory.during(row).max() <= limit
-        for memory, row, limit in zip(schedule.memories, recompute, limits, strict=True)
+        peak_bytes(schedule, memory, row) <= limit
+        for memory, row, limit in zip(schedule.memories, levels, limits, strict=True)
     )
 
 
 def best_makespan(schedule: Schedule) -> float:
-    """Try all counts of a program: those that fit, and that no smaller counts undercut."""
+    """Try all levels of a program: those that fit, and that no lower levels undercut."""
     choices = []
-    for memory, limit in zip(schedule.memories, schedule.problem.pipeline.limits, strict=True):
-        num_chunks = len(memory.activation_bytes)
-        counts = np.array(list(product(range(memory.num_layers + 1), repeat=num_chunks)))
-        fitting = [row for row in counts if memory.during(row).max() <= limit]
+    limits = schedule.problem.pipeline.limits
+    for memory, limit, most in zip(schedule.memories, limits, highest(schedule), strict=True):
+        levels = np.array(list(product(*(range(rungs + 1) for rungs in most))))
+        fitting = [row for row in levels if peak_bytes(schedule, memory, row) <= limit]
         choices.append(
             [
                 row
@@ -112,12 +132,11 @@ def best_makespan(schedule: Schedule) -> float:
 def check(given_one: Schedule, found: Schedule, solved: Solved | None) -> None:
     """Check all that must hold however far the solvers got."""
     assert found.makespan_s <= given_one.makespan_s
-    assert fits(found, found.recompute)
+    assert fits(found, found.levels)
     assert found.chains is given_one.chains
     assert found.memories is given_one.memories
-    layers = all_layers(found.problem, found.memories)
-    assert ((found.recompute >= 0) & (found.recompute <= layers)).all()
-    again = simulate_schedule(found.problem, found.chains, found.memories, found.recompute)
+    assert ((found.levels >= 0) & (found.levels <= highest(found))).all()
+    again = simulate_schedule(found.problem, found.chains, found.memories, found.levels)
     assert found.makespan_s == again.makespan_s
     limits = found.problem.pipeline.limits
     peaks = [stage.peak_bytes for stage in make_replica(found).predicted]
@@ -127,17 +146,24 @@ def check(given_one: Schedule, found: Schedule, solved: Solved | None) -> None:
 
 
 @settings(max_examples=30)
-@given(LENGTHS, LAYERS, st.integers(2, 4), ROOM, WINDOWS)
+@given(LENGTHS, LAYERS, st.integers(2, 4), ROOM, WINDOWS, LADDERS)
 def test_small_cases_are_solved_and_brute_force_confirms_it(
-    lengths: list[int], layers: list[int], parts: int, room: float, window: Window
+    lengths: list[int],
+    layers: list[int],
+    parts: int,
+    room: float,
+    window: Window,
+    make_ladder: MakeLadder,
 ) -> None:
-    schedule = swept(lengths, layers, parts, room, window)
-    assume(schedule.recompute.size <= 12)
+    schedule = swept(lengths, layers, parts, room, window, make_ladder)
+    assume(schedule.levels.size <= 12)
+    # As many as brute force tries within seconds.
+    assume(np.prod(1 + highest(schedule), axis=1).max() <= 300)
     found, solved = polish(schedule)
     check(schedule, found, solved)
     best = best_makespan(schedule)
     if solved is None:
-        assert schedule.recompute.sum() == 0
+        assert schedule.levels.sum() == 0
         assert best == pytest.approx(schedule.makespan_s)
     else:
         assert solved.status in ("Optimal", "optimal", "gaplimit")
@@ -153,19 +179,26 @@ def test_small_cases_are_solved_and_brute_force_confirms_it(
     st.integers(2, 16),
     ROOM,
     WINDOWS,
+    LADDERS,
     st.integers(0, 2**32),
 )
-def test_no_counts_that_fit_beat_the_bound(
-    lengths: list[int], layers: list[int], parts: int, room: float, window: Window, seed: int
+def test_no_levels_that_fit_beat_the_bound(
+    lengths: list[int],
+    layers: list[int],
+    parts: int,
+    room: float,
+    window: Window,
+    make_ladder: MakeLadder,
+    seed: int,
 ) -> None:
-    schedule = swept(lengths, layers, parts, room, window)
+    schedule = swept(lengths, layers, parts, room, window, make_ladder)
     found, solved = polish(schedule)
     check(schedule, found, solved)
     if solved is None:
         return
     assert solved.gap is not None
     bound = found.makespan_s / (1 + solved.gap)
-    generator, most = np.random.default_rng(seed), all_layers(schedule.problem, schedule.memories)
+    generator, most = np.random.default_rng(seed), highest(schedule)
     for share in (0.3, 0.7, 0.95):
         # As much again as chance wants, and what is missing besides.
         wanted = generator.binomial(most, share)
@@ -182,7 +215,7 @@ def test_the_sweep_is_not_the_best_and_the_best_is_found() -> None:
     assert schedule.makespan_s > 1.1 * best
     found, solved = polish(schedule)
     assert found.makespan_s <= best * EXACT
-    assert found.recompute.sum() > 0
+    assert found.levels.sum() > 0
     assert solved is not None
     assert solved.gap == pytest.approx(0.0, abs=1e-6)
 
@@ -229,7 +262,7 @@ def test_recompute_that_memory_does_not_ask_for_goes() -> None:
     schedule = fixed_schedule(problem, chains, memories, all_layers(problem, memories))
     assert isinstance(schedule, Schedule)
     found, solved = polish(schedule)
-    assert found.recompute.sum() == 0
+    assert found.levels.sum() == 0
     assert solved == Solved("HiGHS", "Optimal", pytest.approx(0.0, abs=1e-6))
 
 
@@ -248,6 +281,6 @@ def test_too_many_chunks_for_a_solver_are_still_searched(
 def test_the_same_again() -> None:
     def counts() -> SequenceOf[SequenceOf[int]]:
         found, solved = polish(swept([40, 30, 20, 20, 10], [3, 3, 3], 12, 0.2, "uniform"))
-        return [*found.recompute.tolist(), [repr(solved)]]
+        return [*found.levels.tolist(), [repr(solved)]]
 
     assert counts() == counts()

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.split_backward import MemoryCursor
-from infinipipe.costs import StageMemory
+from infinipipe.costs import CostedChunks, Recompute, StageMemory
+from infinipipe.planner.passes.ladder import Ladder, inputs_only, whole_menu
 from infinipipe.planner.passes.recompute import fit_recompute
 from infinipipe.planner.passes.schedule import CostedChains, order_memories, price_chains
 from infinipipe.planner.problem import Problem
-from tests.planner.toys import TOY_WINDOWS, ToyWindow, cut, toy_leads, toy_problem
+from tests.planner.toys import (
+    TOY_WINDOWS,
+    ToyWindow,
+    cut,
+    drawn_recompute,
+    in_whole,
+    toy_leads,
+    toy_problem,
+)
 
 CASES = st.tuples(
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
@@ -24,18 +35,26 @@ CASES = st.tuples(
 )
 
 
+MakeLadder = Callable[[CostedChunks], Ladder]
+LADDERS = st.sampled_from([inputs_only, whole_menu])
+
+
 def ordered(
-    problem: Problem, parts: int, even: bool, window: ToyWindow
+    problem: Problem,
+    parts: int,
+    even: bool,
+    window: ToyWindow,
+    make_ladder: MakeLadder = inputs_only,
 ) -> tuple[CostedChains, tuple[StageMemory, ...]]:
     chunks, _, _ = cut(problem, parts, 1000, even)
     num_stages = problem.pipeline.num_stages
     leads = toy_leads(chunks, num_stages, window, num_stages)
-    chains = price_chains(problem, chunks)
+    chains = price_chains(problem, chunks, make_ladder)
     return chains, order_memories(problem, chains, leads)
 
 
 def replayed(
-    problem: Problem, chains: CostedChains, stage: int, memory: StageMemory, recompute: list[int]
+    problem: Problem, chains: CostedChains, stage: int, memory: StageMemory, recompute: Recompute
 ) -> list[float]:
     """Return the bytes during each op, counted op by op."""
     program = memory.program.unpack()
@@ -52,8 +71,8 @@ def test_bytes_equal_those_counted_op_by_op(
     chains, memories = ordered(problem, parts, even, window)
     generator = np.random.default_rng(seed)
     for stage, memory in enumerate(memories):
-        recompute = generator.integers(0, counts[stage] + 1, len(memory.activation_bytes))
-        expected = replayed(problem, chains, stage, memory, recompute.tolist())
+        recompute = drawn_recompute(generator, counts[stage], len(memory.activation_bytes))
+        expected = replayed(problem, chains, stage, memory, recompute)
         assert memory.during(recompute).tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -62,11 +81,12 @@ def test_no_counts_need_less_than_the_least(
     case: tuple[list[int], list[int], int, bool, ToyWindow, int],
 ) -> None:
     lengths, counts, parts, even, window, seed = case
-    _, memories = ordered(toy_problem(lengths, counts), parts, even, window)
+    chains, memories = ordered(toy_problem(lengths, counts), parts, even, window)
     generator = np.random.default_rng(seed)
     for stage, memory in enumerate(memories):
         least, num_chunks = memory.least(), len(memory.activation_bytes)
-        for recompute in generator.integers(0, counts[stage] + 1, (5, num_chunks)):
+        for _ in range(5):
+            recompute = drawn_recompute(generator, counts[stage], num_chunks)
             assert np.all(memory.during(recompute) >= least - 1e-3)
         # Each op alone can do with it.
         for position, chunk in enumerate(memory.program.chunks.tolist()):
@@ -75,31 +95,32 @@ def test_no_counts_need_less_than_the_least(
                 np.where(np.arange(num_chunks) == chunk, count, others)
                 for count in range(counts[stage] + 1)
             ]
-            assert min(memory.during(each)[position] for each in own) == pytest.approx(
+            assert min(memory.during(in_whole(each))[position] for each in own) == pytest.approx(
                 least[position]
             )
-        assert isinstance(fit_recompute(memory, np.ones(num_chunks), float(least.max()) - 2), float)
+        assert isinstance(fit_recompute(memory, chains.ladder, float(least.max()) - 2), float)
 
 
-@given(CASES)
+@given(CASES, LADDERS)
 def test_fits_whenever_full_recompute_does(
-    case: tuple[list[int], list[int], int, bool, ToyWindow, int],
+    case: tuple[list[int], list[int], int, bool, ToyWindow, int], make_ladder: MakeLadder
 ) -> None:
     lengths, counts, parts, even, window, seed = case
     problem = toy_problem(lengths, counts)
-    chains, memories = ordered(problem, parts, even, window)
+    chains, memories = ordered(problem, parts, even, window, make_ladder)
     generator = np.random.default_rng(seed)
     for stage, memory in enumerate(memories):
         full = np.full(len(memory.activation_bytes), counts[stage])
-        least, most = memory.during(full).max(), memory.during(0 * full).max()
+        least, most = memory.during(in_whole(full)).max(), memory.during(in_whole(0 * full)).max()
         limit = least + generator.uniform(-0.1, 1.0) * (most - least)
-        found = fit_recompute(memory, chains.costs.recompute_s, limit)
+        found = fit_recompute(memory, chains.ladder, limit)
         if isinstance(found, float):
             assert limit - 1 < least
             assert found > limit - 1
         else:
-            assert np.all((found >= 0) & (found <= counts[stage]))
-            assert max(replayed(problem, chains, stage, memory, found.tolist())) <= limit
+            assert np.all((found >= 0) & (found <= chains.ladder.num_rungs(counts[stage])))
+            recompute = chains.ladder.recompute(found, counts[stage])
+            assert max(replayed(problem, chains, stage, memory, recompute)) <= limit
             assert found.sum() == 0 or limit < most + 1
 
 
@@ -107,9 +128,8 @@ def test_nothing_is_recomputed_with_room() -> None:
     problem = toy_problem([20] * 6, [2, 2])
     chains, memories = ordered(problem, 12, True, "uniform")
     for memory in memories:
-        found = fit_recompute(
-            memory, chains.costs.recompute_s, memory.during(np.zeros(12, dtype=int)).max() + 1
-        )
+        nothing = in_whole(np.zeros(12, dtype=int))
+        found = fit_recompute(memory, chains.ladder, memory.during(nothing).max() + 1)
         assert not isinstance(found, float)
         assert found.tolist() == [0] * 12
 
@@ -119,7 +139,7 @@ def test_a_steady_window_recomputes_no_more_than_it_must() -> None:
     problem = toy_problem([8] * 40, [2, 2, 2, 2])
     chains, memories = ordered(problem, 40, True, "adaptive")
     memory, freed = memories[0], chains.costs.freed_per_layer_bytes[0]
-    limit = memory.during(np.zeros(40, dtype=int)).max() - 4 * freed + 1
-    found = fit_recompute(memory, chains.costs.recompute_s, limit)
+    limit = memory.during(in_whole(np.zeros(40, dtype=int))).max() - 4 * freed + 1
+    found = fit_recompute(memory, chains.ladder, limit)
     assert not isinstance(found, float)
     assert 38 <= found.sum() <= 42

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs import CostModel, PackedProgram, Work
+from infinipipe.costs import CostModel, PackedProgram, Recompute, Work
 from infinipipe.ir import Layout, Op, Sequence
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.order import backward_order, windowed_order
@@ -155,6 +155,23 @@ def cut(
     work = problem.pipeline.costs.work
     target = float(work.whole(problem.lengths).sum()) / parts
     return cut_chunks(problem, work, target, max_tokens, even=even, ramp=ramp), work, target
+
+
+def in_whole(counts: SequenceOf[int] | Ints) -> Recompute:
+    """Return so many layers of each chunk that keep only their input, and none that keep more."""
+    keep_input = np.asarray(counts)
+    return Recompute(keep_input, np.zeros_like(keep_input))
+
+
+def drawn_recompute(generator: np.random.Generator, num_layers: int, num_chunks: int) -> Recompute:
+    """Draw how many layers of each chunk are recomputed in whole, and how many without attention.
+
+    Mostly some are left that keep everything, sometimes none.
+    """
+    keep_input = generator.integers(0, num_layers + 1, num_chunks)
+    keep_attention = generator.integers(0, num_layers - keep_input + 1)
+    all_others = generator.random(num_chunks) < 0.3
+    return Recompute(keep_input, np.where(all_others, num_layers - keep_input, keep_attention))
 
 
 def toy_leads(chunks: Chunks, num_stages: int, window: ToyWindow, depth: int) -> Ints:

@@ -9,6 +9,11 @@ RECOMPUTE = {
     "all": lambda stage, chunk: 99,
     "mixed": lambda stage, chunk: (stage + chunk) % 3,
 }
+MENU = {name: (recompute, RECOMPUTE["none"]) for name, recompute in RECOMPUTE.items()} | {
+    "attention kept": (RECOMPUTE["none"], RECOMPUTE["all"]),
+    "all kinds": (RECOMPUTE["mixed"], lambda stage, chunk: (2 * stage + chunk + 1) % 3),
+}
+"""How many layers of a chunk keep only their input, and how many more keep attention's output."""
 LAYERS = {1: (4,), 2: (1, 3), 3: (2, 1, 1), 4: (1, 1, 1, 1)}
 """Layers of each stage, by the number of stages."""
 

@@ -100,11 +100,13 @@ def hand_step(
     dataset: MemoryDataset,
     replicas: SequenceOf[SequenceOf[SequenceOf[tuple[int, int, int]]]],
     recompute: Callable[[int, int], int] = lambda stage, chunk: 0,
+    keep_attention: Callable[[int, int], int] = lambda stage, chunk: 0,
 ) -> Step:
     """A step over all rows of a dataset.
 
     Every replica's chunks are given as (sequence, start, length) slices. Chains are scheduled 1F1B
-    in the order of their first chunk; `recompute(stage, chunk)` is capped to the layers.
+    in the order of their first chunk; `recompute(stage, chunk)` is capped to the layers, and
+    `keep_attention(stage, chunk)` to those that are left.
     """
     sequences = tuple(
         Sequence(row=row, length=len(e.input_ids), num_targets=int((e.labels[1:] != -100).sum()))
@@ -114,7 +116,10 @@ def hand_step(
         index=0,
         sequences=sequences,
         denominator=loss_denominator(sequences, header.loss_norm),
-        replicas=tuple(_hand_replica(header, sequences, chunks, recompute) for chunks in replicas),
+        replicas=tuple(
+            _hand_replica(header, sequences, chunks, recompute, keep_attention)
+            for chunks in replicas
+        ),
         makespan_s=1.0,
         bound_s=0.5,
         step_s=1.25,
@@ -128,13 +133,22 @@ def _hand_replica(
     sequences: SequenceOf[Sequence],
     slices: SequenceOf[SequenceOf[tuple[int, int, int]]],
     recompute: Callable[[int, int], int],
+    keep_attention: Callable[[int, int], int],
 ) -> Replica:
     chunks = tuple(Chunk(tuple(Slice(*piece) for piece in chunk)) for chunk in slices)
     chains, num_stages = chunk_chains(chunks, sequences), len(header.stages)
+    in_whole = [
+        [min(stage.num_layers, recompute(s, c)) for c in range(len(chunks))]
+        for s, stage in enumerate(header.stages)
+    ]
     return Replica(
         chunks=chunks,
-        recompute=tuple(
-            tuple(min(stage.num_layers, recompute(s, c)) for c in range(len(chunks)))
+        recompute=tuple(map(tuple, in_whole)),
+        keep_attention=tuple(
+            tuple(
+                min(stage.num_layers - in_whole[s][c], keep_attention(s, c))
+                for c in range(len(chunks))
+            )
             for s, stage in enumerate(header.stages)
         ),
         programs=tuple(order_1f1b(chains, s, num_stages) for s in range(num_stages)),
@@ -195,10 +209,8 @@ class _LoopbackStage:
     def run(self, step: Step, replica: object, dataset: MemoryDataset) -> None:
         run_layers = self.model.run_layers
 
-        def keep_output(
-            hidden: Tensor, positions: Tensor, segments: object, recompute: int
-        ) -> Tensor:
-            result = run_layers(hidden, positions, segments, recompute)
+        def keep_output(hidden: Tensor, *arguments: object) -> Tensor:
+            result = run_layers(hidden, *arguments)
             self.outputs[len(self.outputs)] = result.detach().clone()
             return result
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
-from infinipipe.costs import CostModel, PackedProgram
+from infinipipe.costs import CostModel, PackedProgram, Recompute
 from infinipipe.ir import Model, Op, OpKind, Step, verify_step
 from infinipipe.measure.bench import Bench
 from infinipipe.measure.footprint import Footprint
@@ -51,7 +51,8 @@ def predicted_and_measured(profile: Profile, step: Step) -> tuple[float, float]:
     costs = CostModel(profile, header.layout, header.stages, header.logits_tokens)
     costed = costs.price(replica.chunks, step.sequences)
     ledger = costs.memory(0, costed, PackedProgram.pack(replica.programs[0]))
-    predicted = ledger.during(np.array(replica.recompute[0])).max()
+    recompute = Recompute(np.array(replica.recompute[0]), np.array(replica.keep_attention[0]))
+    predicted = ledger.during(recompute).max()
     model = StageModel(MODEL, header.stages[0], CPU)
     model.init_random(0)
     optimizer = Optimizer(model.flat, None, lr=0.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.cuts import CUTS, HYBRID, LAYERS, RECOMPUTE, slices
+from infinipipe.runtime.attention import CpuKernel
+from tests.runtime.cuts import CUTS, HYBRID, LAYERS, MENU, RECOMPUTE, slices
 from tests.runtime.replay import (
     MemoryDataset,
     assert_equal,
@@ -19,23 +20,49 @@ from tests.runtime.replay import (
 
 @pytest.mark.parametrize("num_stages", LAYERS)
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_slices_equal_the_unsplit_model(num_stages: int, cuts: int, recompute: str) -> None:
+@pytest.mark.parametrize("menu", MENU)
+def test_slices_equal_the_unsplit_model(num_stages: int, cuts: int, menu: str) -> None:
     """CASES B3, B4, B5: key and value projections get their gradients across slices too."""
     header = hand_header(small_model(), LAYERS[num_stages])
     dataset = MemoryDataset([7, 13, 698])
     chunks = [chunk for row, n in enumerate((7, 13, 698)) for chunk in slices(row, CUTS[cuts][n])]
-    step = hand_step(header, dataset, [chunks], RECOMPUTE[recompute])
+    step = hand_step(header, dataset, [chunks], *MENU[menu])
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))
 
 
 @pytest.mark.parametrize("num_stages", LAYERS)
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_hybrid_chunks_equal_the_unsplit_model(num_stages: int, recompute: str) -> None:
+@pytest.mark.parametrize("menu", MENU)
+def test_hybrid_chunks_equal_the_unsplit_model(num_stages: int, menu: str) -> None:
     header = hand_header(small_model(), LAYERS[num_stages])
     dataset = MemoryDataset([11, 3, 6])
-    step = hand_step(header, dataset, [HYBRID], RECOMPUTE[recompute])
+    step = hand_step(header, dataset, [HYBRID], *MENU[menu])
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))
+
+
+@pytest.mark.parametrize("menu", MENU)
+def test_packed_chunks_equal_the_unsplit_model(menu: str) -> None:
+    header = hand_header(small_model(), (3, 1))
+    dataset = MemoryDataset([11, 3, 6, 1, 20])
+    chunks = [[(0, 0, 11), (1, 0, 3)], [(2, 0, 6), (3, 0, 1), (4, 0, 20)]]
+    step = hand_step(header, dataset, [chunks], *MENU[menu])
+    assert_equal(replay(header, step, dataset), oracle(header, step, dataset))
+
+
+def test_attention_that_was_kept_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four layers one is recomputed in whole, two keep attention, and one keeps all."""
+    runs = []
+    forward = CpuKernel.forward
+
+    def counted(*arguments: object) -> object:
+        runs.append(arguments)
+        return forward(*arguments)
+
+    monkeypatch.setattr(CpuKernel, "forward", counted)
+    header = hand_header(small_model(), (4,))
+    dataset = MemoryDataset([9])
+    step = hand_step(header, dataset, [[[(0, 0, 9)]]], lambda s, c: 1, lambda s, c: 2)
+    replay(header, step, dataset)
+    assert len(runs) == 4 + 1
 
 
 @pytest.mark.parametrize(

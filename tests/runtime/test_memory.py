@@ -18,9 +18,8 @@ from tests.runtime.stage_memory import MODEL, gpipe, measure_bytes, predicted_an
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return msgspec.structs.replace(
-        analytic_profile(MODEL, "a800-80g"), bytes=measure_bytes(MODEL, CPU)
-    )
+    analytic = analytic_profile(MODEL, "a800-80g")
+    return msgspec.structs.replace(analytic, bytes=measure_bytes(MODEL, CPU), dtype="float32")
 
 
 def test_storages_count_once_and_until_the_last_view_is_gone() -> None:
@@ -60,11 +59,14 @@ def measured_close(profile: Profile, step: Step) -> float:
 
 
 def packed_step(
-    num_chunks: int, recompute: Callable[[int, int], int] = lambda stage, chunk: 0
+    num_chunks: int,
+    recompute: Callable[[int, int], int] = lambda stage, chunk: 0,
+    keep_attention: Callable[[int, int], int] = lambda stage, chunk: 0,
 ) -> Step:
     dataset = MemoryDataset([500, 300] * num_chunks)
     chunks = [[(2 * c, 0, 500), (2 * c + 1, 0, 300)] for c in range(num_chunks)]
-    return hand_step(hand_header(MODEL, (4,), batch_size=100), dataset, [chunks], recompute)
+    header = hand_header(MODEL, (4,), batch_size=100)
+    return hand_step(header, dataset, [chunks], recompute, keep_attention)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 5, 8])
@@ -85,6 +87,39 @@ def test_recompute_lowers_the_peak_as_predicted(profile: Profile) -> None:
     assert peaks[4] < 0.6 * peaks[0]
 
 
+def test_keeping_attention_costs_its_output_and_log_sum_exp(profile: Profile) -> None:
+    """What a layer keeps grows by just that, with any number of others recomputed in whole."""
+    num_tokens, in_flight = 800, 5
+    output = MODEL.num_heads * MODEL.head_dim * 4
+    peaks = [
+        measured_close(
+            profile, gpipe(packed_step(6, lambda s, c: 1, lambda s, c, k=kept: k), in_flight)
+        )
+        for kept in range(4)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    # Against the same layers recomputed in whole; but for what B needs of its own chunk.
+    in_whole = measured_close(profile, gpipe(packed_step(6, lambda s, c: 3), in_flight))
+    of_a_chunk = num_tokens * 2 * (output + MODEL.num_heads * 4)
+    assert peaks[2] - in_whole == pytest.approx(in_flight * of_a_chunk, rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 4])
+def test_peak_of_a_large_chunk_whose_layers_all_keep_attention(
+    profile: Profile, recompute: int
+) -> None:
+    dataset = MemoryDataset([600, 1600])
+    chunks = [[(0, 0, 600)], [(1, 0, 1600)]]
+    step = hand_step(
+        hand_header(MODEL, (4,), batch_size=100),
+        dataset,
+        [chunks],
+        lambda s, c: c * recompute,
+        lambda s, c: c * 4,
+    )
+    measured_close(profile, gpipe(step, 2))
+
+
 @pytest.mark.parametrize("recompute", [3, 4])
 def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(
     profile: Profile, recompute: int
@@ -98,8 +133,12 @@ def test_peak_in_the_forward_of_a_large_chunk_that_keeps_little(
     measured_close(profile, gpipe(step, 2))
 
 
-@pytest.mark.parametrize("recompute", [0, 2, 4])
-def test_peak_of_split_and_hybrid_chunks(profile: Profile, recompute: int) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "keep_attention"), [(0, 0), (2, 0), (4, 0), (0, 4), (0, 2), (1, 2), (2, 2)]
+)
+def test_peak_of_split_and_hybrid_chunks(
+    profile: Profile, recompute: int, keep_attention: int
+) -> None:
     """K and V of the whole sequence from its first F, and their gradients from its first B."""
     dataset = MemoryDataset([3000, 200, 100])
     chunks = [
@@ -108,5 +147,11 @@ def test_peak_of_split_and_hybrid_chunks(profile: Profile, recompute: int) -> No
         [(0, 1800, 700)],
         [(0, 2500, 500), (1, 0, 200), (2, 0, 100)],
     ]
-    step = hand_step(hand_header(MODEL, (4,)), dataset, [chunks], lambda s, c: recompute)
+    step = hand_step(
+        hand_header(MODEL, (4,)),
+        dataset,
+        [chunks],
+        lambda s, c: recompute,
+        lambda s, c: keep_attention,
+    )
     measured_close(profile, step)

@@ -33,6 +33,9 @@ _TRAVELLING = (
 # before its own rules have run.
 _RECOMPUTING = [kind for kind in OpKind if TRAITS[kind].recomputes]
 
+# How many layers of each chunk are recomputed: two numbers a chunk, by stage.
+_COUNTS = ("recompute", "keep_attention")
+
 _Kinds = tuple[OpKind, ...]
 _Program = tuple[Op, ...]
 
@@ -73,32 +76,38 @@ class ReplicaCase:
 
 
 def check_replica_shape(case: ReplicaCase) -> None:
-    """Every stage has a program, a prediction and a recompute count for every chunk."""
+    """Every stage has a program, a prediction and both recompute counts for every chunk."""
     replica = case.replica
     num_stages = len(case.header.stages)
-    for name in ("recompute", "programs", "predicted"):
+    for name in (*_COUNTS, "programs", "predicted"):
         count = len(getattr(replica, name))
         if count != num_stages:
             first_wrong = min(count, num_stages)
             why = f"{name} of {count} stages; the header has {num_stages}"
             raise case.fault(first_wrong, why)
     num_chunks = len(replica.chunks)
-    for stage, counts in enumerate(replica.recompute):
-        if len(counts) != num_chunks:
-            raise case.fault(stage, f"{len(counts)} recompute counts for {num_chunks} chunks")
+    for name in _COUNTS:
+        for stage, counts in enumerate(getattr(replica, name)):
+            if len(counts) != num_chunks:
+                raise case.fault(stage, f"{len(counts)} {name} counts for {num_chunks} chunks")
 
 
 def check_recompute(case: ReplicaCase) -> None:
-    """A stage recomputes from none to all of its layers."""
-    for stage, counts in enumerate(case.replica.recompute):
+    """A stage recomputes from none to all of its layers, in whole or without attention."""
+    replica = case.replica
+    for stage, counts in enumerate(replica.recompute):
         num_layers = case.header.stages[stage].num_layers
-        for chunk, count in enumerate(counts):
-            if not 0 <= count <= num_layers:
-                op = Op(_RECOMPUTING[0], chunk)
-                shown = show_op(stage, op)
-                around = case.around(stage, chunk)
-                why = f"op {shown} recomputes {count} of {num_layers} layers{around}"
-                raise case.fault(stage, why)
+        pairs = zip(counts, replica.keep_attention[stage], strict=True)
+        for chunk, (recompute, keep_attention) in enumerate(pairs):
+            none_below_zero = min(recompute, keep_attention) >= 0
+            if none_below_zero and recompute + keep_attention <= num_layers:
+                continue
+            op = Op(_RECOMPUTING[0], chunk)
+            shown = show_op(stage, op)
+            around = case.around(stage, chunk)
+            kinds = f"{recompute} layers and {keep_attention} without attention"
+            why = f"op {shown} recomputes {kinds}, of {num_layers}{around}"
+            raise case.fault(stage, why)
 
 
 def check_predictions(case: ReplicaCase) -> None:

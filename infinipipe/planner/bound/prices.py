@@ -73,8 +73,8 @@ class _Share(NamedTuple):
 class _Shares(NamedTuple):
     """What a token pays at a price of 1, in arrays of (positions, ranges).
 
-    Those of `held` are (2, positions, ranges): without recompute, and with that of all layers. To
-    recompute some of the layers costs a mean of both.
+    Those of `held` are (3, positions, ranges): without recompute, with that of all layers but for
+    attention, and with that of all. Where layers differ, they cost a mean of these.
     """
 
     held: _Share
@@ -255,14 +255,14 @@ def _token_share(seconds: SizeRates, positions: Positions) -> _Share:
 
 def _held_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
     work = _token_share(rates.work[held], positions)
-    recompute = _token_share(rates.recompute, positions)
     num_layers = rates.num_layers[held]
-    recomputed_a = work.a + num_layers * recompute.a
-    recomputed_b = work.b + num_layers * recompute.b
-    return _Share(
-        a=np.stack([work.a, recomputed_a]),
-        b=np.stack([work.b, recomputed_b]),
-    )
+    all_a = [work.a]
+    all_b = [work.b]
+    for recompute in (rates.recompute_but_attention, rates.recompute):
+        share = _token_share(recompute, positions)
+        all_a.append(work.a + num_layers * share.a)
+        all_b.append(work.b + num_layers * share.b)
+    return _Share(a=np.stack(all_a), b=np.stack(all_b))
 
 
 def _room_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
@@ -278,12 +278,13 @@ def _room_share(rates: ChunkRates, held: int, positions: Positions) -> _Share:
 
 
 def _kept_bytes(rates: ChunkRates, held: int) -> Floats:
-    """Return (2, 1, 1) the bytes per token kept from F to B: with no recompute and with all."""
+    """Return (3, 1, 1) the bytes per token kept from F to B, by recompute as in `_Shares`."""
     sizes = rates.bytes
     num_layers = rates.num_layers[held]
     full = num_layers * sizes.full_with_kv
+    but_attention = num_layers * (sizes.input + sizes.attention)
     recomputed = num_layers * sizes.input
-    layers = np.stack([full, recomputed])[:, None]
+    layers = np.stack([full, but_attention, recomputed])[:, None]
     return np.asarray(layers + sizes.beside_layers[held])
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs import ChunkRates
-from infinipipe.planner.bound.work import whole_recompute_layer_tokens
+from infinipipe.costs.rates import TINY
+from infinipipe.planner.bound.work import whole_lacking_bytes
 
 # A quotient that is a whole number but for rounding is not rounded up to the next one.
 _ROUNDING = 1 - 1e-12
@@ -52,10 +53,10 @@ def _open_bytes(rates: ChunkRates, lengths: Floats, can_split: Bools) -> _OpenBy
     inputs = num_layers * sizes.input + sizes.beside_layers
     # Whichever is less, before B or within: B may free more of the head's than it needs itself.
     whole_held = np.minimum(inputs, sizes.least) * lengths
-    # A split one has its K and V in slots, and in its closing B all their gradients.
-    layer_tokens = num_layers * lengths
-    split_closing = layer_tokens * sizes.slot
-    split_held = layer_tokens * sizes.kv
+    # A split one has its K and V in slots, and in its closing B the gradients of those before its
+    # last slice, which may be all but one token.
+    split_held = num_layers * lengths * sizes.kv
+    split_closing = split_held + num_layers * sizes.kv_gradients
     either_closing = np.minimum(whole_closing, split_closing)
     either_held = np.minimum(whole_held, split_held)
     return _OpenBytes(
@@ -83,14 +84,32 @@ def _open_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Float
     One that is not split is open for its stay, while it travels down from the stage and back. A
     split one is open at least while its slices run on any one of the stages from this one on.
     """
-    layer_tokens = whole_recompute_layer_tokens(rates, lengths)
-    layers = layer_tokens / lengths * _ROUNDING
-    recomputed = np.minimum(np.ceil(layers), rates.num_layers)
-    recompute = recomputed * rates.recompute.whole_seconds(lengths)
-    whole = rates.work.whole_seconds(lengths) + recompute
+    whole = rates.work.whole_seconds(lengths) + _whole_recompute_seconds(rates, lengths)
     split = rates.work.split_seconds(lengths)
     # On a stage and on all below: from the last stage up.
     stays = whole[::-1].cumsum(axis=0)[::-1]
     slices = np.maximum.accumulate(split[::-1], axis=0)[::-1]
     either = np.minimum(slices, stays)
     return np.where(can_split, either, stays)
+
+
+def _whole_recompute_seconds(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the least seconds of recompute that a whole sequence forces.
+
+    So many layers drop all, and as many others as it takes then drop all but attention's output.
+    """
+    sizes = rates.bytes
+    freed = sizes.freed + sizes.kv
+    freed_but_attention = max(TINY, freed - sizes.attention)
+    lacking = whole_lacking_bytes(rates, lengths) / lengths * _ROUNDING
+    layer_s = rates.recompute.whole_seconds(lengths)
+    layer_but_attention_s = rates.recompute_but_attention.whole_seconds(lengths)
+    # All layers drop all, whether that is enough or not.
+    least = rates.num_layers * layer_s
+    for in_whole in range(int(rates.num_layers.max())):
+        left = np.maximum(0.0, lacking - in_whole * freed)
+        others = np.ceil(left / freed_but_attention)
+        seconds = in_whole * layer_s + others * layer_but_attention_s
+        is_possible = in_whole + others <= rates.num_layers
+        least = np.where(is_possible, np.minimum(least, seconds), least)
+    return least

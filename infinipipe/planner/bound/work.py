@@ -11,6 +11,7 @@ import numpy as np
 
 from infinipipe.aliases import Bools, Floats
 from infinipipe.costs import ChunkRates
+from infinipipe.costs.rates import TINY
 
 
 def smallest_round_trip_seconds(rates: ChunkRates) -> Floats:
@@ -25,91 +26,104 @@ def smallest_round_trip_seconds(rates: ChunkRates) -> Floats:
 def can_be_split(rates: ChunkRates, lengths: Floats) -> Bools:
     """Return (lengths,) whether every stage can hold such a sequence split.
 
-    Its opening B (of the last slice, first in time) brings the gradients of all its K and V. When
-    that B is at its first layer, it holds this layer whole, and all slices before still keep the
-    inputs of all layers.
+    Its opening B (of the last slice, first in time) brings the gradients of the K and V before that
+    slice. When that B is at its first layer, it holds this layer whole, and all slices before still
+    keep the inputs of all layers.
     """
     sizes = rates.bytes
     beside_layers = sizes.beside_layers
     inputs = rates.num_layers * sizes.input
     last = sizes.full + beside_layers + sizes.backward_transient
-    before = inputs + beside_layers
+    before = inputs + beside_layers + rates.num_layers * sizes.kv_gradients
     # Straight in the tokens of the last slice, so least for the smallest or for the largest one.
     others = lengths - 1
     with_smallest = last + before * others
     with_largest = last * others + before
     slices = np.minimum(with_smallest, with_largest)
 
-    slots = rates.num_layers * sizes.slot * lengths
+    slots = rates.num_layers * sizes.kv * lengths
     needed = slices + slots
     fits = needed <= rates.backward_room
     return np.asarray(fits.all(axis=0))
 
 
-def whole_recompute_layer_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
-    """Return (stages, lengths) the tokens times layers that a whole sequence must recompute.
+def whole_lacking_bytes(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the bytes that recompute of a whole sequence must free.
 
-    Its B holds all that F kept, besides what it needs itself. Each token of each layer that is
-    recomputed frees its activations, and its K and V.
+    Its B holds all that F kept, besides what it needs itself.
     """
-    sizes = rates.bytes
-    held = _kept_bytes(rates) + sizes.backward_transient
+    held = _kept_bytes(rates) + rates.bytes.backward_transient
     beyond_room = held * lengths - rates.backward_room
-    lacking = np.maximum(0.0, beyond_room)
-    freed = sizes.freed + sizes.kv
-    return lacking / freed
+    return np.maximum(0.0, beyond_room)
 
 
 def forced_recompute_seconds(rates: ChunkRates, lengths: Floats, can_split: Bools) -> Floats:
     """Return (stages,) the least seconds of recompute that sequences force, each by itself."""
+    sizes = rates.bytes
+    split_lacking = _split_lacking_bytes(rates, lengths)
+    split = _least_seconds(rates, lengths, split_lacking, sizes.freed)
+    # K and V of a whole one are not in a slot, so they are freed as well.
+    whole_lacking = whole_lacking_bytes(rates, lengths)
+    whole = _least_seconds(rates, lengths, whole_lacking, sizes.freed + sizes.kv)
+    either = np.where(can_split, np.minimum(split, whole), whole)
+    return np.asarray(either.sum(axis=1))
+
+
+def _least_seconds(rates: ChunkRates, lengths: Floats, lacking: Floats, freed: float) -> Floats:
+    """Return (stages, lengths) the least seconds of recompute that frees so many bytes.
+
+    A token of a layer that is recomputed frees `freed`, or without attention less by attention's
+    output. In whole it pays for its pairs besides; cheapest are the first tokens, whose attention
+    is short, in all layers. So those pay with which the next one's pairs cost as much as freeing
+    the bytes of its attention's output with other tokens; as few, or as many, as must.
+    """
     recompute = rates.recompute
     num_layers = rates.num_layers
-    if_split = _split_recompute_layer_tokens(rates, lengths)
-    split = np.where(can_split, if_split, np.inf)
-    whole = whole_recompute_layer_tokens(rates, lengths)
-    either = np.minimum(split, whole)
-    layer_tokens = np.minimum(either, num_layers * lengths)
+    layer_tokens = num_layers * lengths
+    lacking = np.minimum(lacking, layer_tokens * freed)
+    per_token = recompute.least_per_token()
+    attention = rates.bytes.attention
+    freed_but_attention = max(TINY, freed - attention)
 
-    # Cheapest are the first tokens, whose attention is short, in all layers.
-    prefix = layer_tokens / num_layers
+    seconds_per_byte = per_token / freed_but_attention
+    pays_up_to = attention * seconds_per_byte / np.maximum(recompute.per_pair, TINY)
+    at_least = (lacking - layer_tokens * freed_but_attention) / attention
+    at_most = lacking / freed
+    in_whole = np.maximum(num_layers * pays_up_to, np.maximum(0.0, at_least))
+    in_whole = np.minimum(in_whole, at_most)
+    but_attention = (lacking - in_whole * freed) / freed_but_attention
+
+    prefix = in_whole / num_layers
     pairs = num_layers * recompute.per_pair * prefix * prefix / 2
-    seconds = recompute.least_per_token() * layer_tokens + pairs
-    return np.asarray(seconds.sum(axis=1))
+    return np.asarray(per_token * (in_whole + but_attention) + pairs)
 
 
-def _split_recompute_layer_tokens(rates: ChunkRates, lengths: Floats) -> Floats:
-    """Return (stages, lengths) the tokens times layers that a split sequence must recompute.
+def _split_lacking_bytes(rates: ChunkRates, lengths: Floats) -> Floats:
+    """Return (stages, lengths) the bytes that recompute of a split sequence must free.
 
-    When its opening B begins, all slices are kept, and one layer's gradients of K and V are there.
-    When that B is at its first layer, all slices but the last one are kept, and the gradients of
-    all layers. The first of these times asks for more the larger the last slice is, the second
-    mostly for less: then it is least where they meet.
-
-    The first does so if a token's transient bytes of B are not below 0, which is assumed. On the
-    last stage what the head kept is taken off them: little but the gradient that it hands over in
-    analytic profiles, a few tensors as wide as the model in measured ones. B of a layer needs more,
-    as it holds such tensors and those of its MLP, which are wider.
+    When its opening B begins, all slices are kept, and one layer's gradients of the K and V before
+    the last slice are there. When that B is at its first layer, all slices but the last one are
+    kept, and the gradients of all layers. Both are straight in the tokens of the last slice, so the
+    more of both is least for the smallest one, for the largest, or where they meet.
     """
     sizes = rates.bytes
     kept = _kept_bytes(rates) * lengths
     beyond_room = kept - rates.backward_room
-    kv_gradients = sizes.kv_gradients * lengths
-    all_kv_gradients = rates.num_layers * kv_gradients
     layers_done = (rates.num_layers - 1) * sizes.full
 
     smallest = np.ones_like(lengths)
     largest = np.maximum(1, lengths - 1)
-    where_they_meet = np.clip(kv_gradients / sizes.full, 1, largest)
+    share = sizes.kv_gradients / (sizes.full + sizes.kv_gradients)
+    where_they_meet = np.clip(share * lengths, 1, largest)
     lacking = np.full(beyond_room.shape, np.inf)
-    for last in (smallest, where_they_meet):
+    for last in (smallest, where_they_meet, largest):
         transient = sizes.backward_transient * last
-        begin = kv_gradients
-        first_layer = all_kv_gradients - layers_done * last
-        gradients = np.maximum(begin, first_layer)
+        kv_gradients = sizes.kv_gradients * (lengths - last)
+        first_layer = rates.num_layers * kv_gradients - layers_done * last
+        gradients = np.maximum(kv_gradients, first_layer)
         with_last = beyond_room + transient + gradients
         lacking = np.minimum(lacking, with_last)
-    lacking = np.maximum(0.0, lacking)
-    return np.asarray(lacking / sizes.freed)
+    return np.asarray(np.maximum(0.0, lacking))
 
 
 def _kept_bytes(rates: ChunkRates) -> Floats:

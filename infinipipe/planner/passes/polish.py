@@ -1,8 +1,8 @@
-"""Recompute counts chosen for the makespan of a fixed order.
+"""Recompute levels chosen for the makespan of a fixed order.
 
 The choice is a mixed-integer program (`infinipipe.planner.passes.recompute_program`). Without
 integers it is a linear program: its solution (HiGHS) bounds the makespan and says what a second of
-recompute costs where. The solution's counts are rounded within memory; a local search then moves
+recompute costs where. The solution's levels are rounded within memory; a local search then moves
 recompute away from the critical path; SCIP goes on from there where there are few counts. The
 simulator and `StageMemory.during` judge all of it, never a solver's tolerance.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs import StageMemory
 from infinipipe.ir import Direction
+from infinipipe.planner.passes.ladder import Ladder
 from infinipipe.planner.passes.recompute import SPARE_BYTES, fit_recompute
 from infinipipe.planner.passes.recompute_program import (
     IntegerProgram,
@@ -25,8 +26,9 @@ from infinipipe.planner.passes.recompute_program import (
 )
 from infinipipe.planner.passes.schedule import Schedule, simulate_schedule
 
-# Integers up to which SCIP is asked: mostly some hundredths of a second, half a second at most.
-_MOST_COUNTS = 60
+# Integers up to which SCIP is asked, two a chunk where attention's output can be kept: mostly some
+# hundredths of a second, half a second at most.
+_MOST_COUNTS = 120
 # Chunks times stages that the local search simulates, give or take: so many tries as that allows,
 # within the two limits below. More tries find better counts and take longer.
 _EFFORT = 40_000
@@ -61,16 +63,16 @@ class Solved:
 
 
 def polish(schedule: Schedule) -> tuple[Schedule, Solved | None]:
-    """Return the same chunks and programs with better recompute counts, or the schedule itself if
+    """Return the same chunks and programs with better recompute levels, or the schedule itself if
     none are found.
 
     Without recompute, or where there are too many chunks for a solver, there is no `Solved`.
     """
-    if not schedule.recompute.any():
+    if not schedule.levels.any():
         return schedule, None
     integer_program = formulate(schedule)
     if integer_program is None:
-        weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
+        weights = np.full(schedule.levels.shape, _FIRST_WEIGHT)
         return _move_recompute(schedule, weights, 0.0), None
     return _solve(schedule, integer_program)
 
@@ -80,25 +82,23 @@ def _solve(schedule: Schedule, integer_program: IntegerProgram) -> tuple[Schedul
     solver = "HiGHS"
     status = relaxation.status
     bound_s = relaxation.bound_s
-    weights = np.full(schedule.recompute.shape, _FIRST_WEIGHT)
+    weights = np.full(schedule.levels.shape, _FIRST_WEIGHT)
     best = schedule
     if bound_s > 0:
         weights = relaxation.criticality
-        prices = _prices(schedule, weights)
         # What is an integer but for the solver's tolerance stays that integer.
-        up = np.ceil(relaxation.counts - _CLOSE)
-        down = np.floor(relaxation.counts + _CLOSE)
+        up = np.ceil(relaxation.levels - _CLOSE)
+        down = np.floor(relaxation.levels + _CLOSE)
         for rounded in (up, down):
-            counts = rounded.astype(np.int64)
-            refitted = _refit(schedule, counts, prices)
+            levels = rounded.astype(np.int64)
+            refitted = _refit(schedule, levels, weights)
             best = _faster(best, refitted)
     best = _move_recompute(best, weights, bound_s)
     if integer_program.num_counts <= _MOST_COUNTS and not _is_proved(best, bound_s):
         solution = solve_integers(integer_program, best)
         solver = "SCIP"
         status = solution.status
-        prices = _prices(best, weights)
-        refitted = _refit(best, solution.counts, prices)
+        refitted = _refit(best, solution.levels, weights)
         best = _faster(best, refitted)
         bound_s = max(bound_s, solution.bound_s)
     gap = None
@@ -109,7 +109,7 @@ def _solve(schedule: Schedule, integer_program: IntegerProgram) -> tuple[Schedul
 
 
 def _is_proved(schedule: Schedule, bound_s: float) -> bool:
-    """Return whether no counts can be faster, within the solvers' tolerance."""
+    """Return whether no levels can be faster, within the solvers' tolerance."""
     return schedule.makespan_s <= bound_s * (1 + _CLOSE)
 
 
@@ -119,74 +119,73 @@ def _faster(best: Schedule, other: Schedule | None) -> Schedule:
     return other
 
 
-def _prices(schedule: Schedule, weights: Floats) -> Floats:
-    """Return (stages, chunks) seconds of the makespan per recomputed layer."""
-    recompute_s = schedule.chains.costs.recompute_s
-    prices: Floats = recompute_s * (weights + _LEAST_WEIGHT)
-    return prices
-
-
-def _refit(schedule: Schedule, counts: Ints, prices: Floats) -> Schedule | None:
-    """Raise counts until they fit, lower them where there is room, and simulate.
+def _refit(schedule: Schedule, levels: Ints, weights: Floats) -> Schedule | None:
+    """Raise levels until they fit, lower them where there is room, and simulate.
 
     Return None if that fails or is nothing new.
 
     Args:
-        schedule: whose programs these are. A stage with the same counts as there is left as it is.
-        counts: (stages, chunks)
-        prices: (stages, chunks) what a recomputed layer costs.
+        schedule: whose programs these are. A stage with the same levels as there is left as it is.
+        levels: (stages, chunks)
+        weights: (stages, chunks) seconds of the makespan per second of recompute.
     """
     problem = schedule.problem
-    refitted = schedule.recompute.copy()
-    changed = (counts != refitted).any(axis=1)
+    ladder = schedule.chains.ladder
+    refitted = schedule.levels.copy()
+    changed = (levels != refitted).any(axis=1)
     for stage in np.flatnonzero(changed).tolist():
         memory = schedule.memories[stage]
         limit = problem.pipeline.limits[stage]
-        stage_prices = prices[stage]
-        raised = fit_recompute(memory, stage_prices, limit, counts[stage])
+        weighed = ladder.weighed(weights[stage] + _LEAST_WEIGHT)
+        raised = fit_recompute(memory, weighed, limit, levels[stage])
         if isinstance(raised, float):
             return None
-        refitted[stage] = _lower(memory, limit, raised, stage_prices)
-        during = memory.during(refitted[stage])
+        refitted[stage] = _lower(memory, weighed, limit, raised)
+        during = memory.during(ladder.recompute(refitted[stage], memory.num_layers))
         if during.max() > limit:
             return None
-    if (refitted == schedule.recompute).all():
+    if (refitted == schedule.levels).all():
         return None
     simulated = simulate_schedule(problem, schedule.chains, schedule.memories, refitted)
-    return replace(schedule, recompute=refitted, timeline=simulated.timeline)
+    return replace(schedule, levels=refitted, timeline=simulated.timeline)
 
 
-def _lower(memory: StageMemory, limit: int, counts: Ints, prices: Floats) -> Ints:
-    """Recompute fewer layers where there is room, the dearest first."""
-    counts = counts.copy()
+def _lower(memory: StageMemory, ladder: Ladder, limit: int, levels: Ints) -> Ints:
+    """Recompute less where there is room: the chunks whose highest rungs are dearest first."""
+    levels = levels.copy()
     most = limit - SPARE_BYTES
+    num_layers = memory.num_layers
     forwards = memory.program.forward_places
     backwards = memory.program.backward_places
-    freed = memory.freed_per_layer_bytes
-    slack = most - memory.during(counts)
+    slack = most - memory.during(ladder.recompute(levels, num_layers))
+    is_upper = levels > num_layers
+    prices = np.where(is_upper, ladder.upper_s, ladder.lower_s)
     dearest_first = np.argsort(-prices, kind="stable")
     for chunk in dearest_first.tolist():
-        if counts[chunk] == 0 or freed[chunk] <= 0:
-            continue
-        # From its F to its B, both included.
-        in_flight = slice(forwards[chunk], backwards[chunk] + 1)
-        least_slack = slack[in_flight].min()
-        room = least_slack // freed[chunk]
-        layers = int(min(counts[chunk], room))
-        if layers <= 0:
-            continue
-        counts[chunk] -= layers
-        slack_then = most - memory.during(counts)
-        if slack_then.min() >= 0:
+        for above, freed in ((num_layers, ladder.upper_bytes), (0, ladder.lower_bytes)):
+            if levels[chunk] <= above or freed[chunk] <= 0:
+                continue
+            # From its F to its B, both included.
+            in_flight = slice(forwards[chunk], backwards[chunk] + 1)
+            least_slack = slack[in_flight].min()
+            room = least_slack // freed[chunk]
+            rungs = int(min(levels[chunk] - above, room))
+            if rungs <= 0:
+                break
+            levels[chunk] -= rungs
+            slack_then = most - memory.during(ladder.recompute(levels, num_layers))
+            if slack_then.min() < 0:
+                # What its B needs while it runs has grown.
+                levels[chunk] += rungs
+                break
             slack = slack_then
-        else:
-            # What its B needs while it runs has grown.
-            counts[chunk] += layers
-    return counts
+            if levels[chunk] > above:
+                break
+    return levels
 
 
 def _move_recompute(best: Schedule, weights: Floats, bound_s: float) -> Schedule:
-    """Recompute a layer less in each critical B of a group, and let other chunks make room for it.
+    """Let each critical B of a group go down a rung, and other chunks make room for it.
 
     A group that helps is tried again. What a second of a chunk's recompute costs comes to be how
     often it was critical.
@@ -200,14 +199,13 @@ def _move_recompute(best: Schedule, weights: Floats, bound_s: float) -> Schedule
     number = 0
     num_failed = 0
     while tries > 0 and num_failed < most_failed and not _is_proved(best, bound_s):
-        is_recomputed = best.recompute > 0
+        is_recomputed = best.levels > 0
         taken = groups[number] & critical & is_recomputed
         improved = False
         if taken.any():
             tries -= 1
-            counts = best.recompute - taken
-            prices = _prices(best, weights + critical)
-            other = _refit(best, counts, prices)
+            levels = best.levels - taken
+            other = _refit(best, levels, weights + critical)
             if other is not None:
                 critical_then = _critical(other)
                 weights = (1 - _RENEWED) * weights + _RENEWED * critical_then
@@ -259,7 +257,7 @@ def _critical(schedule: Schedule) -> Bools:
     forwards = [program.forward_places.tolist() for program in programs]
     backwards = [program.backward_places.tolist() for program in programs]
     places: dict[int, list[list[int]]] = {Direction.DOWN: forwards, Direction.UP: backwards}
-    critical = np.zeros(schedule.recompute.shape, dtype=np.bool_)
+    critical = np.zeros(schedule.levels.shape, dtype=np.bool_)
     stage = max(range(num_stages), key=lambda s: ends_s[s][-1])
     place = len(ends_s[stage]) - 1
     while place >= 0:

@@ -1,11 +1,12 @@
-"""The recompute counts of a fixed order as a mixed-integer program, and what two solvers say of it.
+"""The recompute levels of a fixed order as a mixed-integer program, and what two solvers say of it.
 
-With the order fixed, the makespan depends on the counts by linear rows. Columns are the counts, one
-start time per op, and the makespan. A row for each pair of ops says that the second one starts when
-the first has ended and what it sends has arrived. A row for each op that may be tight says that the
-chunks in flight free what is missing. Of the simulator's rules for transfers only how long they
-take is kept, so the optimum bounds every choice of counts in this order. Without integers it is a
-linear program.
+With the order fixed, the makespan depends by linear rows on the counts of rungs: of lower and of
+upper ones of each chunk on each stage. Columns are these counts, one start time per op, and the
+makespan. A row for each pair of ops says that the second one starts when the first has ended and
+what it sends has arrived. A row for each op that may be tight says that the chunks in flight free
+what is missing. That upper rungs come after all lower ones is left to what they cost. Of the
+simulator's rules for transfers only how long they take is kept. So the optimum bounds every choice
+of levels in this order. Without integers it is a linear program.
 
 Time is in thousandths of the given makespan, and each memory row is scaled by its largest entry,
 which keeps the numbers near one, where solvers are exact.
@@ -25,6 +26,7 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs import StageMemory
 from infinipipe.highs import QuietHighs
+from infinipipe.planner.passes.ladder import Ladder
 from infinipipe.planner.passes.schedule import Schedule
 
 # Makespan of the given schedule in the unit of time of the mixed-integer program.
@@ -49,9 +51,9 @@ class _MemoryRow(NamedTuple):
     """
 
     cells: Ints
-    """The chunks' cells (`_Columns`)."""
+    """The chunks' cells (`_Columns`), for lower rungs, upper ones or both."""
     freed: Floats
-    """What a layer of each frees; the largest entry is 1."""
+    """What a rung of each frees; the largest entry is 1."""
     least: float
 
 
@@ -60,7 +62,8 @@ class _Columns:
     """Where the columns stand: counts, then the start times of all ops stage by stage, then the
     makespan.
 
-    A cell is a chunk on a stage: cell `stage * num_chunks + chunk`.
+    A cell is a chunk on a stage: `stage * num_chunks + chunk` for the count of lower rungs, and as
+    many more as there are of those for that of upper ones.
     """
 
     counted: Bools
@@ -73,8 +76,8 @@ class _Columns:
 
     @cached_property
     def num_columns(self) -> int:
-        """Of all kinds: every cell has an F and a B."""
-        num_ops = 2 * len(self.counted)
+        """Of all kinds: every chunk has an F and a B on each stage, as it has two cells."""
+        num_ops = len(self.counted)
         return self.num_counts + num_ops + 1
 
     @cached_property
@@ -102,16 +105,24 @@ class _Precedence(NamedTuple):
 
 @dataclass(frozen=True)
 class IntegerProgram:
-    """The choice of counts for one order as a mixed-integer program."""
+    """The choice of levels for one order as a mixed-integer program."""
 
     schedule: Schedule
     columns: _Columns
     linear_program: highspy.HighsLp
 
-    @property
-    def counted(self) -> Bools:
-        """(stages, chunks) whose counts are columns."""
-        return self.columns.counted.reshape(self.schedule.recompute.shape)
+    def levels(self, counts: Floats) -> Floats:
+        """Return (stages, chunks) the levels that the first columns' values stand for."""
+        cells = np.zeros(len(self.columns.counted))
+        cells[self.columns.counted] = counts
+        levels: Floats = cells.reshape(2, *self.schedule.levels.shape).sum(axis=0)
+        return levels
+
+    def counts(self, levels: Ints) -> Ints:
+        """Return the values of the first columns for (stages, chunks) levels."""
+        lower = np.minimum(levels, self.schedule.chains.num_layers)
+        cells = np.stack([lower, levels - lower]).ravel()
+        return cells[self.columns.counted]
 
     @property
     def num_counts(self) -> int:
@@ -129,8 +140,8 @@ class Relaxation(NamedTuple):
 
     status: str
     bound_s: float
-    """No counts are faster in this order; 0 if there is no bound: then the rest means nothing."""
-    counts: Floats
+    """No levels are faster in this order; 0 if there is no bound: then the rest means nothing."""
+    levels: Floats
     """(stages, chunks)"""
     criticality: Floats
     """(stages, chunks) what a second more of each B adds to the makespan, in seconds."""
@@ -141,17 +152,19 @@ class IntegerSolution(NamedTuple):
 
     status: str
     bound_s: float
-    """No counts are faster in this order; 0 if there is no bound."""
-    counts: Ints
+    """No levels are faster in this order; 0 if there is no bound."""
+    levels: Ints
     """(stages, chunks)"""
 
 
 def formulate(schedule: Schedule) -> IntegerProgram | None:
     """Write down the mixed-integer program of an order; None if it is too large for a solver."""
-    if schedule.recompute.size > _MOST_CELLS:
+    if schedule.levels.size > _MOST_CELLS:
         return None
     memory_rows = _memory_rows(schedule)
-    counted = np.zeros(schedule.recompute.size, dtype=np.bool_)
+    if memory_rows is None:
+        return None
+    counted = np.zeros(2 * schedule.levels.size, dtype=np.bool_)
     for row in memory_rows:
         counted[row.cells] = True
     columns = _Columns(counted)
@@ -166,20 +179,22 @@ def _linear_program(
 ) -> highspy.HighsLp:
     unit_s = schedule.makespan_s / _UNITS
     pairs = _precedence(schedule)
-    # One row a pair: after - before - recompute_s * count >= seconds of `before` + transfer.
-    lasting_s, recompute_s, cells = _before_costs(schedule, pairs, columns.counted)
+    # One row a pair: after - before - seconds of rungs * counts >= seconds of `before` + transfer.
+    first_ops = _first_ops(schedule, pairs, columns.counted)
     after = columns.starts(pairs.after)
     before = columns.starts(pairs.before)
-    counts = columns.counts(cells)
-    ones = np.ones(len(cells))
-    added = recompute_s / unit_s
-    pair_columns = np.stack([after, before, counts], axis=1)
-    pair_values = np.stack([ones, -ones, -added], axis=1)
-    # A first op without a count has no third entry.
+    lower = columns.counts(first_ops.cells)
+    upper = columns.counts(first_ops.cells + schedule.levels.size)
+    ones = np.ones(len(after))
+    lower_added = first_ops.lower_s / unit_s
+    upper_added = first_ops.upper_s / unit_s
+    pair_columns = np.stack([after, before, lower, upper], axis=1)
+    pair_values = np.stack([ones, -ones, -lower_added, -upper_added], axis=1)
+    # A first op without counts has no third and fourth entry.
     used = pair_values != 0
     indices = pair_columns[used]
     values = pair_values[used]
-    least = (lasting_s + pairs.transfer_s) / unit_s
+    least = (first_ops.lasting_s + pairs.transfer_s) / unit_s
 
     memory_indices = [columns.counts(row.cells) for row in memory_rows]
     memory_values = [row.freed for row in memory_rows]
@@ -209,17 +224,28 @@ def _linear_program(
 
 
 def _most_layers(schedule: Schedule) -> Floats:
-    """(cells,) the layers that can be recomputed."""
+    """(cells,) the layers that can be recomputed, as many as there are rungs of each kind."""
     layers = [float(memory.num_layers) for memory in schedule.memories]
-    return np.repeat(layers, schedule.chains.num_chunks)
+    of_lower = np.repeat(layers, schedule.chains.num_chunks)
+    return np.tile(of_lower, 2)
 
 
-def _before_costs(
-    schedule: Schedule, pairs: _Precedence, counted: Bools
-) -> tuple[Floats, Floats, Ints]:
-    """Return of each pair's first op its seconds without recompute, those that each recomputed
-    layer adds (0 where it has no count), and its cell."""
+class _FirstOps(NamedTuple):
+    """What each pair's first op takes; arrays are (pairs,)."""
+
+    lasting_s: Floats
+    """Without recompute."""
+    lower_s: Floats
+    """That a lower rung adds, 0 where it has no count."""
+    upper_s: Floats
+    """That an upper one adds."""
+    cells: Ints
+    """Of its lower rungs."""
+
+
+def _first_ops(schedule: Schedule, pairs: _Precedence, counted: Bools) -> _FirstOps:
     costs = schedule.chains.costs
+    ladder = schedule.chains.ladder
     num_chunks = schedule.chains.num_chunks
     # (ops,) of all stages.
     is_forward: list[Bools] = []
@@ -234,9 +260,14 @@ def _before_costs(
     backward_s = costs.backward_s.ravel()[cells]
     lasting_s = np.where(forward, forward_s, backward_s)
     chunks = cells % num_chunks
-    fixed = forward | ~counted[cells]
-    recompute_s = np.where(fixed, 0.0, costs.recompute_s[chunks])
-    return lasting_s, recompute_s, cells
+    has_lower = ~forward & counted[cells]
+    has_upper = ~forward & counted[cells + schedule.levels.size]
+    return _FirstOps(
+        lasting_s=lasting_s,
+        lower_s=np.where(has_lower, ladder.lower_s[chunks], 0.0),
+        upper_s=np.where(has_upper, ladder.upper_s[chunks], 0.0),
+        cells=cells,
+    )
 
 
 def _precedence(schedule: Schedule) -> _Precedence:
@@ -273,28 +304,52 @@ def _precedence(schedule: Schedule) -> _Precedence:
     )
 
 
-def _memory_rows(schedule: Schedule) -> list[_MemoryRow]:
-    """Return the rows of all stages' ops that may not fit."""
+def _memory_rows(schedule: Schedule) -> list[_MemoryRow] | None:
+    """Return the rows of all stages' ops that may not fit; None if these alone have too
+    many entries."""
     num_chunks = schedule.chains.num_chunks
     limits = schedule.problem.pipeline.limits
+    num_upper_before = schedule.levels.size
+    num_entries = 0
     rows = []
     for stage, memory in enumerate(schedule.memories):
         first_cell = stage * num_chunks
-        for chunks, freed, least in _stage_rows(memory, limits[stage]):
-            cells = first_cell + chunks
-            rows.append(_MemoryRow(cells, freed, least))
+        for row in _stage_rows(memory, schedule.chains.ladder, limits[stage]):
+            lower = first_cell + row.chunks
+            cells = np.append(lower, lower + num_upper_before)
+            freed = np.append(row.lower_bytes, row.upper_bytes)
+            largest = freed.max(initial=0.0)
+            if row.least_bytes > 0 and largest > 0:
+                used = np.flatnonzero(freed)
+                shares = freed[used] / largest
+                rows.append(_MemoryRow(cells[used], shares, row.least_bytes / largest))
+                num_entries += len(used)
+            if num_entries > _MOST_ENTRIES:
+                return None
     return rows
 
 
-def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats, float]]:
-    """Yield the rows of one stage as those of `_MemoryRow`, but for chunks, not cells.
+class _StageRow(NamedTuple):
+    """What chunks in flight have to free on a stage."""
 
-    What an op needs while it runs depends on its own chunk's count, and is convex in it: a row for
-    each slope.
+    chunks: Ints
+    lower_bytes: Floats
+    """That a lower rung of each frees."""
+    upper_bytes: Floats
+    """That an upper one frees."""
+    least_bytes: float
+
+
+def _stage_rows(memory: StageMemory, ladder: Ladder, limit: int) -> Iterator[_StageRow]:
+    """Yield the rows of one stage.
+
+    What an op needs while it runs depends on its own chunk's level, and is convex over the lower
+    rungs, and over the upper ones: a row for each slope.
     """
     program = memory.program
+    num_layers = memory.num_layers
     missing = memory.missing_bytes(limit)
-    transient = memory.transient_by_count()
+    transient = _transient_by_level(memory, ladder)
     # After an F there is at least as much in flight. Where more is missing then, its own row adds
     # next to nothing.
     needed = missing + transient[:, 0]
@@ -302,26 +357,55 @@ def _stage_rows(memory: StageMemory, limit: int) -> Iterator[tuple[Ints, Floats,
     covered = program.is_forward & (needed <= needed_next)
     most_needed = missing + transient.max(axis=1)
     may_be_tight = ~covered & (most_needed > 0)
-    frees = memory.freed_per_layer_bytes > 0
+    frees = ladder.lower_bytes > 0
     for op in np.flatnonzero(may_be_tight).tolist():
         begun = program.forward_places <= op
         not_ended = program.backward_places >= op
         in_flight = np.flatnonzero(begun & not_ended & frees)
-        freed_per_layer = memory.freed_per_layer_bytes[in_flight]
+        lower_bytes = ladder.lower_bytes[in_flight]
+        upper_bytes = ladder.upper_bytes[in_flight]
         is_own = in_flight == program.chunks[op]
         slopes = np.diff(transient[op])
-        # The first slope, and each one that is steeper than the one before.
-        changes = np.diff(slopes, prepend=-np.inf)
-        for count in np.flatnonzero(changes > _LEAST_BEND).tolist():
-            slope = slopes[count]
-            # A layer more of the op's own chunk also makes it need `slope` more.
-            freed = freed_per_layer - slope * is_own
-            needed_then = missing[op] + transient[op, count]
-            at_no_count = needed_then - slope * count
-            least = float(at_no_count)
-            largest = freed.max(initial=0.0)
-            if least > 0 and largest > 0:
-                yield in_flight, freed / largest, least / largest
+        for level in _bends(slopes, num_layers):
+            # A rung more of the op's own chunk also makes it need a slope more.
+            lower_slope = slopes[min(level, num_layers - 1)]
+            upper_slope = slopes[level] if level >= num_layers else 0.0
+            lower_rungs = min(level, num_layers)
+            needed_at_no_rung = (
+                missing[op]
+                + transient[op, level]
+                - lower_slope * lower_rungs
+                - upper_slope * (level - lower_rungs)
+            )
+            yield _StageRow(
+                chunks=in_flight,
+                lower_bytes=lower_bytes - lower_slope * is_own,
+                upper_bytes=upper_bytes - upper_slope * is_own,
+                least_bytes=float(needed_at_no_rung),
+            )
+
+
+def _transient_by_level(memory: StageMemory, ladder: Ladder) -> Floats:
+    """(ops, levels) what each op needs while it runs, by its chunk's level.
+
+    Chunks without upper rungs need the same on all of them.
+    """
+    num_layers = memory.num_layers
+    highest = ladder.num_rungs(num_layers)
+    columns = []
+    for level in range(highest.max() + 1):
+        levels = np.minimum(level, highest)
+        columns.append(memory.transient(ladder.recompute(levels, num_layers)))
+    return np.stack(columns, axis=1)
+
+
+def _bends(slopes: Floats, num_layers: int) -> list[int]:
+    """Return the levels at which a slope begins: the first, and each that is steeper than the one
+    before. Upper rungs begin with a slope of 0."""
+    # The slope before each level; of the first level's there is always a row.
+    before = np.append(-np.inf, slopes[:-1])
+    before[num_layers : num_layers + 1] = 0.0
+    return np.flatnonzero(slopes - before > _LEAST_BEND).tolist()
 
 
 def solve_relaxed(integer_program: IntegerProgram) -> Relaxation:
@@ -333,24 +417,24 @@ def solve_relaxed(integer_program: IntegerProgram) -> Relaxation:
     solver.run()
     ended = solver.getModelStatus()
     status = str(solver.modelStatusToString(ended))
-    counted = integer_program.counted
-    counts = np.zeros(counted.shape)
-    criticality = np.zeros(counted.shape)
+    shape = integer_program.schedule.levels.shape
+    criticality = np.zeros(shape)
     if ended != highspy.HighsModelStatus.kOptimal:
-        return Relaxation(status, 0.0, counts, criticality)
+        return Relaxation(status, 0.0, np.zeros(shape), criticality)
     solution = solver.getSolution()
-    counts[counted] = solution.col_value[: integer_program.num_counts]
+    counts = np.array(solution.col_value[: integer_program.num_counts])
+    levels = integer_program.levels(counts)
     # The dual of a pair's row is what a second more between the two adds to the makespan. An op
     # that takes longer delays all that wait for it.
     before = _precedence(integer_program.schedule).before
     duals = solution.row_dual[: len(before)]
     through = np.bincount(before, weights=duals)
-    by_stage = through.reshape(len(counted), -1)
+    by_stage = through.reshape(len(criticality), -1)
     for stage, program in enumerate(integer_program.schedule.programs):
         backwards = program.backward_places
         criticality[stage] = by_stage[stage][backwards]
     makespan = float(solver.getObjectiveValue())
-    return Relaxation(status, makespan * integer_program.unit_s, counts, criticality)
+    return Relaxation(status, makespan * integer_program.unit_s, levels, criticality)
 
 
 def solve_integers(integer_program: IntegerProgram, start: Schedule) -> IntegerSolution:
@@ -387,15 +471,15 @@ def solve_integers(integer_program: IntegerProgram, start: Schedule) -> IntegerS
     model.addSol(solution)
     model.optimize()
     status = str(model.getStatus())
-    counts = start.recompute.copy()
     if model.getNSols() == 0:
-        return IntegerSolution(status, 0.0, counts)
+        return IntegerSolution(status, 0.0, start.levels)
     best = model.getBestSol()
     values = [model.getSolVal(best, column) for column in columns[:num_counts]]
     # Integers, but for SCIP's tolerance.
-    counts[integer_program.counted] = [round(value) for value in values]
+    counts = np.array([round(value) for value in values], dtype=np.float64)
+    levels = integer_program.levels(counts).astype(np.int64)
     bound = max(0.0, float(model.getDualbound()))
-    return IntegerSolution(status, bound * integer_program.unit_s, counts)
+    return IntegerSolution(status, bound * integer_program.unit_s, levels)
 
 
 def _column_values(integer_program: IntegerProgram, schedule: Schedule) -> list[float]:
@@ -403,7 +487,7 @@ def _column_values(integer_program: IntegerProgram, schedule: Schedule) -> list[
     starts_s = np.concatenate(schedule.timeline.start_s)
     seconds = np.append(starts_s, schedule.makespan_s)
     times = seconds / integer_program.unit_s
-    counts = schedule.recompute[integer_program.counted]
+    counts = integer_program.counts(schedule.levels)
     values = np.append(counts, times)
     numbers: list[float] = values.tolist()
     return numbers

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
-from infinipipe.costs import CostedChunks, PackedProgram, StageMemory, Timeline, simulate
+from infinipipe.costs import (
+    CostedChunks,
+    PackedProgram,
+    Recompute,
+    StageMemory,
+    Timeline,
+    simulate,
+)
 from infinipipe.ir import Chunk, Replica, Search, StagePrediction
 from infinipipe.planner.passes.chunking import Chunks
+from infinipipe.planner.passes.ladder import Ladder, inputs_only
 from infinipipe.planner.passes.order import backward_order
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 from infinipipe.planner.problem import Problem
@@ -23,6 +32,10 @@ class CostedChains:
 
     chunks: Chunks
     costs: CostedChunks
+    ladder: Ladder
+    """What recompute there is to choose from."""
+    num_layers: Ints
+    """Of each stage, as a column."""
 
     @property
     def ir_chunks(self) -> tuple[Chunk, ...]:
@@ -33,6 +46,14 @@ class CostedChains:
     def num_chunks(self) -> int:
         """Chunks of all chains."""
         return len(self.ir_chunks)
+
+    def recompute(self, levels: Ints) -> Recompute:
+        """Return what layers keep at (stages, chunks) levels."""
+        return self.ladder.recompute(levels, self.num_layers)
+
+    def recompute_s(self, levels: Ints) -> Floats:
+        """Return (stages, chunks) the seconds that levels add to B."""
+        return self.ladder.seconds(levels, self.num_layers)
 
 
 # What a schedule says that no search has named yet.
@@ -47,8 +68,8 @@ class Schedule:
     chains: CostedChains
     memories: tuple[StageMemory, ...]
     """One per stage; they hold the programs."""
-    recompute: Ints
-    """(stages, chunks)"""
+    levels: Ints
+    """(stages, chunks) of recompute, on the ladder of the chains."""
     timeline: Timeline
     search: Search = _BY_HAND
 
@@ -101,11 +122,14 @@ def is_better(result: Result, incumbent: Result) -> bool:
             return isinstance(result, Schedule)
 
 
-def price_chains(problem: Problem, chunks: Chunks) -> CostedChains:
-    """Price chunks on every stage."""
+def price_chains(
+    problem: Problem, chunks: Chunks, make_ladder: Callable[[CostedChunks], Ladder] = inputs_only
+) -> CostedChains:
+    """Price chunks on every stage, with some ladder of recompute."""
     costs = problem.pipeline.costs
     priced = costs.price(chunks.chunks, problem.sequences)
-    return CostedChains(chunks, priced)
+    num_layers = [stage.num_layers for stage in problem.pipeline.stages]
+    return CostedChains(chunks, priced, make_ladder(priced), np.array(num_layers)[:, None])
 
 
 def order_memories(
@@ -130,57 +154,56 @@ def order_memories(
 def fit_schedule(
     problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory]
 ) -> Result:
-    """Choose recompute counts for given programs and simulate them.
+    """Choose recompute levels for given programs and simulate them.
 
-    A shortage is that of the first stage that does not fit; later ones may lack more. (Where counts
+    A shortage is that of the first stage that does not fit; later ones may lack more. (Where levels
     are given, `fixed_schedule` looks at all and returns the largest.)
     """
-    recompute_s = chains.costs.recompute_s
     rows: list[Ints] = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
-        counts = fit_recompute(memory, recompute_s, limit)
-        if isinstance(counts, float):
-            return Shortage(stage, counts, limit)
-        rows.append(counts)
-    recompute = np.array(rows, dtype=np.int64)
-    return simulate_schedule(problem, chains, memories, recompute)
+        levels = fit_recompute(memory, chains.ladder, limit)
+        if isinstance(levels, float):
+            return Shortage(stage, levels, limit)
+        rows.append(levels)
+    return simulate_schedule(problem, chains, memories, np.array(rows, dtype=np.int64))
 
 
 def fixed_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], levels: Ints
 ) -> Result:
-    """Simulate given programs with given recompute counts, if they fit.
+    """Simulate given programs with given recompute levels, if they fit.
 
     If they do not, return the largest shortage of all stages.
     """
     shortages = []
     for stage, memory in enumerate(memories):
         limit = problem.pipeline.limits[stage]
-        during = memory.during(recompute[stage])
+        recompute = chains.ladder.recompute(levels[stage], memory.num_layers)
+        during = memory.during(recompute)
         most = float(during.max())
         if most > limit:
             shortages.append(Shortage(stage, most, limit))
     if shortages:
         return max(shortages, key=lambda shortage: shortage.missing)
-    return simulate_schedule(problem, chains, memories, recompute)
+    return simulate_schedule(problem, chains, memories, levels)
 
 
 def simulate_schedule(
-    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], recompute: Ints
+    problem: Problem, chains: CostedChains, memories: SequenceOf[StageMemory], levels: Ints
 ) -> Schedule:
-    """Simulate given programs with given recompute counts."""
+    """Simulate given programs with given recompute levels."""
     costs = problem.pipeline.costs
     programs = [memory.program for memory in memories]
     seconds: list[Floats] = []
     for stage, program in enumerate(programs):
-        counts = recompute[stage]
-        seconds.append(costs.op_seconds(stage, chains.costs, program, counts))
+        recompute = chains.ladder.recompute(levels[stage], memories[stage].num_layers)
+        seconds.append(costs.op_seconds(stage, chains.costs, program, recompute))
     timeline = simulate(programs, seconds, chains.costs.transfer_s)
-    return Schedule(problem, chains, tuple(memories), recompute, timeline)
+    return Schedule(problem, chains, tuple(memories), levels, timeline)
 
 
-def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
+def quick_bound_s(chains: CostedChains, levels: Ints | None = None) -> float:
     """Return what no order of these chunks can undercut, for much less than it takes to simulate.
 
     F runs by chunk number in every order, and B backwards within chains. So a stage waits until the
@@ -194,8 +217,9 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
     down_s = np.cumsum(forward_s + costs.transfer_s[:, first])
     up_s = np.cumsum(backward_s + costs.transfer_s[:, last])
     work_s = costs.work_s
-    if recompute is not None:
-        work_s = work_s + recompute @ costs.recompute_s
+    if levels is not None:
+        recompute_s = chains.recompute_s(levels)
+        work_s = work_s + recompute_s.sum(axis=1)
     # The first stage neither waits nor drains.
     waits_s = np.concatenate([[0.0], down_s])
     drains_s = np.concatenate([[0.0], up_s])
@@ -203,11 +227,11 @@ def quick_bound_s(chains: CostedChains, recompute: Ints | None = None) -> float:
     return float(least_s.max())
 
 
-def cannot_beat(incumbent: Result, chains: CostedChains, recompute: Ints | None = None) -> bool:
+def cannot_beat(incumbent: Result, chains: CostedChains, levels: Ints | None = None) -> bool:
     """Return whether no order of these chunks is faster than the incumbent."""
     if not isinstance(incumbent, Schedule):
         return False
-    return quick_bound_s(chains, recompute) >= incumbent.makespan_s
+    return quick_bound_s(chains, levels) >= incumbent.makespan_s
 
 
 def empty_replica(num_stages: int, makespan_s: float) -> Replica:
@@ -216,6 +240,7 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
     return Replica(
         chunks=(),
         recompute=((),) * num_stages,
+        keep_attention=((),) * num_stages,
         programs=((),) * num_stages,
         predicted=(idle,) * num_stages,
     )
@@ -223,27 +248,31 @@ def empty_replica(num_stages: int, makespan_s: float) -> Replica:
 
 def make_replica(schedule: Schedule) -> Replica:
     """Turn a schedule into the IR."""
-    recompute = [tuple(row.tolist()) for row in schedule.recompute]
+    recompute = schedule.chains.recompute(schedule.levels)
+    keep_input = [tuple(row.tolist()) for row in recompute.keep_input]
+    keep_attention = [tuple(row.tolist()) for row in recompute.keep_attention]
+    recompute_s = schedule.chains.costs.recompute_seconds(recompute).sum(axis=1)
     programs = [program.unpack() for program in schedule.programs]
     stages = range(len(schedule.memories))
-    predicted = [_predict_stage(schedule, stage) for stage in stages]
+    predicted = [_predict_stage(schedule, stage, float(recompute_s[stage])) for stage in stages]
     return Replica(
         chunks=schedule.chains.ir_chunks,
-        recompute=tuple(recompute),
+        recompute=tuple(keep_input),
+        keep_attention=tuple(keep_attention),
         programs=tuple(programs),
         predicted=tuple(predicted),
         search=schedule.search,
     )
 
 
-def _predict_stage(schedule: Schedule, stage: int) -> StagePrediction:
-    recompute = schedule.recompute[stage]
+def _predict_stage(schedule: Schedule, stage: int, recompute_s: float) -> StagePrediction:
+    memory = schedule.memories[stage]
+    recompute = schedule.chains.ladder.recompute(schedule.levels[stage], memory.num_layers)
     busy_s = schedule.timeline.busy_s(stage)
-    recompute_s = recompute @ schedule.chains.costs.recompute_s
-    during = schedule.memories[stage].during(recompute)
+    during = memory.during(recompute)
     return StagePrediction(
         busy_s=busy_s,
-        recompute_s=float(recompute_s),
+        recompute_s=recompute_s,
         bubble_s=max(0.0, schedule.makespan_s - busy_s),
         peak_bytes=round(during.max()),
     )

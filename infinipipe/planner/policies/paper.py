@@ -119,10 +119,10 @@ def _plan_chains(problem: Problem, chains: list[Chain]) -> tuple[Result, list[_G
 
 def _can_gain(schedule: Schedule, incumbent: Result) -> bool:
     """Return whether other recompute counts could make a schedule faster than the incumbent."""
-    if not schedule.recompute.any():
+    if not schedule.levels.any():
         return False
     # No counts can undercut this order without any.
-    none = np.zeros_like(schedule.recompute)
+    none = np.zeros_like(schedule.levels)
     simulated = simulate_schedule(schedule.problem, schedule.chains, schedule.memories, none)
     return simulated.makespan_s < makespan_of(incumbent)
 

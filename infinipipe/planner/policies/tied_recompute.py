@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Ints
-from infinipipe.costs import StageMemory
+from infinipipe.costs import Recompute, StageMemory
+from infinipipe.planner.passes.ladder import plain_ladder
 from infinipipe.planner.passes.recompute import Shortage, fit_recompute
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def sweep_diagonals(
         diagonals = chunk_diagonals(memory, num_stages, stage)
         # A diagonal may ask for more layers than this stage has.
         before = np.minimum(counts[diagonals], memory.num_layers)
-        fitted = fit_recompute(memory, prices, limit, before)
+        ladder = plain_ladder(memory.freed_per_layer_bytes, prices)
+        fitted = fit_recompute(memory, ladder, limit, before)
         if isinstance(fitted, float):
             return Shortage(stage, fitted, limit)
         own = counts[diagonals]
@@ -189,7 +191,7 @@ def _tight_rows(memory: StageMemory, limit: int) -> list[_TightRow]:
     num_chunks = len(memory.activation_bytes)
     nothing = np.zeros(num_chunks, dtype=np.int64)
     # One byte more, so that what fills the limit exactly is left some room.
-    missing = memory.during(nothing) - limit + 1
+    missing = memory.during(Recompute(nothing, nothing)) - limit + 1
     next_is_forward = np.append(program.is_forward[1:], False)
     followed = program.is_forward & next_is_forward
     is_tight = ~followed & (missing > 0)

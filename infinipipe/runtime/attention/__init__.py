@@ -2,6 +2,7 @@
 
 from infinipipe.runtime.attention.chunk_attention import (
     ATTENTION_NAME,
+    KeptAttention,
     Segments,
     chunk_attention,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "BlockKernel",
     "CpuKernel",
     "KVStore",
+    "KeptAttention",
     "Kernel",
     "Segment",
     "Segments",

@@ -23,6 +23,23 @@ ATTENTION_NAME = "infinipipe"
 """Under which transformers finds `chunk_attention`; none of its own has this name."""
 
 
+class KeptAttention:
+    """What attention of one layer over one chunk gave in F, until the layer is recomputed in B."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+
+    def keep(self, out: Tensor, lse: Tensor) -> None:
+        """Hold what attention gave, apart from its graph, which would hold all of the layer."""
+        self._attended = Attended(out.detach(), lse)
+
+    def take(self) -> Attended | None:
+        """Hand over what is held, if anything is."""
+        attended = self._attended
+        self._attended = None
+        return attended
+
+
 @dataclass(frozen=True)
 class Segments:
     """A chunk's segment table, and what it takes to attend by it."""
@@ -31,6 +48,8 @@ class Segments:
     store: KVStore
     """Where K and V of the chunk's split sequence are."""
     kernel: Kernel
+    kept: KeptAttention | None = None
+    """What a layer keeps that is recomputed without attention; None for all other layers."""
 
 
 class _Backward(NamedTuple):
@@ -66,21 +85,14 @@ class _ChunkAttention(torch.autograd.Function):
         segments: Segments,
         scale: float,
     ) -> Tensor:
-        batch, heads, num_tokens, head_dim = query.shape
-        # Tokens before heads in memory: the layer's next product then reads it without a copy.
-        out = query.new_empty(batch, num_tokens, heads, head_dim).transpose(1, 2)
-        lse = query.new_empty(batch, heads, num_tokens, dtype=torch.float32)
-        for segment in segments.table:
-            rows = segment.rows
-            own_query = query[:, :, rows]
-            own_key = key[:, :, rows]
-            own_value = value[:, :, rows]
-            attended = segments.kernel.forward(own_query, own_key, own_value, True, scale)
-            if segment.split:
-                slot = segments.store.write(segment, layer, own_key, own_value)
-                attended = _add_context(segments.kernel, attended, segment, slot, own_query, scale)
-            out[:, :, rows] = attended.out
-            lse[:, :, rows] = attended.lse
+        kept = segments.kept.take() if segments.kept else None
+        if kept:
+            # Recomputed: K and V of split sequences are in their slots as well.
+            out, lse = kept
+        else:
+            out, lse = _attend(query, key, value, layer, segments, scale)
+            if segments.kept:
+                segments.kept.keep(out, lse)
         if all(segment.split for segment in segments.table):
             ctx.save_for_backward(query, out, lse)
         else:
@@ -124,6 +136,28 @@ class _ChunkAttention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, segments: Segments, scale: float
+) -> Attended:
+    """Run the kernel on all slices of a chunk, and write K and V of split sequences to slots."""
+    batch, heads, num_tokens, head_dim = query.shape
+    # Tokens before heads in memory: the layer's next product then reads it without a copy.
+    out = query.new_empty(batch, num_tokens, heads, head_dim).transpose(1, 2)
+    lse = query.new_empty(batch, heads, num_tokens, dtype=torch.float32)
+    for segment in segments.table:
+        rows = segment.rows
+        own_query = query[:, :, rows]
+        own_key = key[:, :, rows]
+        own_value = value[:, :, rows]
+        attended = segments.kernel.forward(own_query, own_key, own_value, True, scale)
+        if segment.split:
+            slot = segments.store.write(segment, layer, own_key, own_value)
+            attended = _add_context(segments.kernel, attended, segment, slot, own_query, scale)
+        out[:, :, rows] = attended.out
+        lse[:, :, rows] = attended.lse
+    return Attended(out, lse)
+
+
 def _add_context(
     kernel: Kernel, own: Attended, segment: Segment, slot: Slot, query: Tensor, scale: float
 ) -> Attended:
@@ -164,15 +198,19 @@ def _backward_of_split(
     backward: _Backward, segment: Segment, slot: Slot, into: AttentionGradients
 ) -> None:
     """Write a slice's gradients, and leave in the slot what it asks of the tokens before it."""
-    key_gradient, value_gradient = slot.gradients
+    key_gradient, value_gradient = slot.gradients(segment)
     span = segment.span
     own_key = slot.key[:, :, span]
     own_value = slot.value[:, :, span]
     own = backward.against(own_key, own_value, causal=True)
     into.query.copy_(own.query)
-    # Later slices have left what they ask of this one's K and V; their backward comes first.
-    into.key.copy_(key_gradient[:, :, span] + own.key)
-    into.value.copy_(value_gradient[:, :, span] + own.value)
+    if segment.stop == segment.total:
+        into.key.copy_(own.key)
+        into.value.copy_(own.value)
+    else:
+        # Later slices have left what they ask of this one's K and V; their backward comes first.
+        into.key.copy_(key_gradient[:, :, span] + own.key)
+        into.value.copy_(value_gradient[:, :, span] + own.value)
     if segment.start == 0:
         return
     before = segment.context

@@ -11,7 +11,8 @@ from infinipipe.runtime.attention.segments import Segment
 class Slot:
     """K and V of one split sequence on one layer, and their gradients.
 
-    All have the shape (1, kv heads, tokens, head dim), for the tokens of the whole sequence.
+    All have the shape (1, kv heads, tokens, head dim): K and V of the whole sequence, gradients of
+    the tokens before its last slice.
     """
 
     def __init__(self, key: Tensor, total: int) -> None:
@@ -21,14 +22,16 @@ class Slot:
         self.value = key.new_empty(shape)
         self._gradients: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Sums of dK and dV over later slices, made at the sequence's first backward.
+    def gradients(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Return sums of dK and dV over the slices after a slice, for the tokens before the last.
 
-        In float32 whatever K and V are: many slices add to the same tokens.
+        They are made when the last slice's backward asks, which is the sequence's first: nothing is
+        added to its own tokens. In float32 whatever K and V are: many slices add to the same
+        tokens.
         """
         if self._gradients is None:
-            key_gradient = torch.zeros_like(self.key, dtype=torch.float32)
+            before = self.key[:, :, segment.context]
+            key_gradient = torch.zeros_like(before, dtype=torch.float32)
             self._gradients = key_gradient, torch.zeros_like(key_gradient)
         return self._gradients
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from infinipipe.ir import Search
+from infinipipe.planner.passes.ladder import whole_menu
 from infinipipe.planner.passes.polish import polish
-from infinipipe.planner.passes.schedule import Result, Schedule
+from infinipipe.planner.passes.schedule import Result, Schedule, fixed_schedule
 from infinipipe.planner.policies.baselines import (
     plan_1f1b,
     plan_chunkflow,
@@ -36,8 +37,24 @@ def plan_epp(problem: Problem) -> Result:
     for rival in _RIVALS:
         result = rival(problem, best)
         if result is not best:
-            best = polish_result(result)
+            best = polish_result(_on_menu(result))
     return best
+
+
+def _on_menu(result: Result) -> Result:
+    """Return a rival's schedule with levels of the whole menu that free as much, unless those do
+    not fit or take longer."""
+    if not isinstance(result, Schedule):
+        return result
+    chains = result.chains
+    menu = whole_menu(chains.costs)
+    freed_bytes = chains.ladder.freed_bytes(result.levels, chains.num_layers)
+    levels = menu.levels_that_free(freed_bytes, chains.num_layers)
+    on_menu = replace(chains, ladder=menu)
+    found = fixed_schedule(result.problem, on_menu, result.memories, levels)
+    if isinstance(found, Schedule) and found.makespan_s <= result.makespan_s:
+        return replace(found, search=result.search)
+    return result
 
 
 def plan_alone(problem: Problem, space: SearchSpace) -> Result:
@@ -48,7 +65,7 @@ def plan_alone(problem: Problem, space: SearchSpace) -> Result:
 
 
 def polish_result(result: Result) -> Result:
-    """Choose recompute counts for the makespan, now that the order is chosen."""
+    """Choose recompute levels for the makespan, now that the order is chosen."""
     if not isinstance(result, Schedule):
         return result
     polished, solved = polish(result)

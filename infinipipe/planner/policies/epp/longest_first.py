@@ -12,6 +12,7 @@ from infinipipe.aliases import Ints
 from infinipipe.planner.bound import makespan_bound
 from infinipipe.planner.passes.chunking import join_chunks
 from infinipipe.planner.passes.in_flight import connect_stages
+from infinipipe.planner.passes.ladder import whole_menu
 from infinipipe.planner.passes.order import join_orders, overlap_orders
 from infinipipe.planner.passes.schedule import (
     CostedChains,
@@ -103,7 +104,7 @@ def _search_one(problem: Problem, space: SearchSpace, member: int) -> Result:
 def _join(problem: Problem, parts: SequenceOf[Schedule]) -> Result:
     """Run schedules one after the other, and overlap them where memory allows."""
     chunks = join_chunks(part.chains.chunks for part in parts)
-    chains = price_chains(problem, chunks)
+    chains = price_chains(problem, chunks, whole_menu)
     one_by_one = join_orders([part.forwards_before for part in parts])
     ends = np.cumsum([part.chains.num_chunks for part in parts]).tolist()
     least = np.array(chunks.chain_ends)

@@ -9,6 +9,7 @@ import numpy as np
 
 from infinipipe.planner.passes.chunking import Chunks, cut_chunks
 from infinipipe.planner.passes.in_flight import Warmup, forwards_within_memory
+from infinipipe.planner.passes.ladder import whole_menu
 from infinipipe.planner.passes.schedule import (
     NOTHING,
     CostedChains,
@@ -48,7 +49,7 @@ _MOST_PARTS = 800
 # With so few sequences the makespan has no slope to climb over the number of parts, so many numbers
 # are tried: all small ones, then ever wider apart.
 _FEW_SEQUENCES = 24
-_FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
+_FEW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)
 # How often an order that does not fit is drawn again with what it lacked left free. It helps where
 # the estimate of `in_flight`, which is rough about transients and transfers, is too low. Where a
 # chain's own F force the order, a larger margin lowers nothing, and all retries are in vain.
@@ -180,11 +181,13 @@ def descend(trials: Trials) -> None:
 
 
 def try_few_counts(trials: Trials, start: Candidate) -> None:
-    """Try many numbers of parts."""
+    """Try many numbers of parts, cut in every way."""
     for count in _FEW_COUNTS:
         num_parts = clip_parts(count, trials.most_parts)
         for attention in trials.space.attentions:
-            trials.try_out(replace(start, num_parts=num_parts, attention=attention))
+            for even in trials.space.evens:
+                candidate = replace(start, num_parts=num_parts, attention=attention, even=even)
+                trials.try_out(candidate)
 
 
 def climb(trials: Trials, factor: float) -> None:
@@ -248,7 +251,7 @@ class Evaluator:
         key = replace(candidate, warmup=ONE_CHAIN)
         if key not in self._chains:
             chunks = _cut_chunks(self._problem, candidate)
-            self._chains[key] = price_chains(self._problem, chunks)
+            self._chains[key] = price_chains(self._problem, chunks, whole_menu)
         return self._chains[key]
 
     def _order(self, chains: CostedChains, warmup: Warmup) -> Result:
@@ -283,8 +286,8 @@ def _cut_chunks(problem: Problem, candidate: Candidate) -> Chunks:
         target = longest / num_slices
     max_tokens = costs.max_chunk_tokens
     if candidate.attention == 0.0:
-        # Where tokens are what counts, no chunk may have more.
-        target_tokens = math.ceil(work.reach(0, target))
+        # Where tokens are what counts, no chunk may have more, but each has one.
+        target_tokens = max(1, math.ceil(work.reach(0, target)))
         max_tokens = min(max_tokens, target_tokens)
     make_ramp = RAMPS[candidate.ramp]
     ramp = make_ramp(problem.pipeline.num_stages)
