@@ -19,7 +19,7 @@ import numpy as np
 from infinipipe.aliases import Bools, Floats, Ints
 from infinipipe.costs.times import curve_seconds, layer_seconds, line_values
 from infinipipe.ir import Chunk, Sequence, Stage
-from infinipipe.profiles import LayerTime, Line, Profile
+from infinipipe.profiles import ELEMENT_BYTES, LayerTime, Line, Profile
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,10 @@ def _sums(values: Ints, ends: Ints) -> Ints:
     """Return the sums of runs of values, given where each run ends and the next one begins."""
     so_far = np.append(0, np.cumsum(values))
     return np.diff(so_far[ends], prepend=0)
+
+
+# The log-sum-exp of attention is in float32, whatever activations are in.
+_LSE_BYTES = 4
 
 
 class Recompute(NamedTuple):
@@ -203,9 +207,7 @@ def price_chunks(
     stages: SequenceOf[Stage],
     edges: SequenceOf[Line],
     sizes: ChunkSizes,
-    *,
     logits_tokens: int,
-    attention_per_token: float,
 ) -> CostedChunks:
     """Price chunks on every stage.
 
@@ -216,7 +218,6 @@ def price_chunks(
         sizes: of the chunks.
         logits_tokens: at most so many tokens' logits are there at a time, on all ranks that share
             the chunk.
-        attention_per_token: bytes of what a layer's attention gives.
     """
     times = profile.times
     tokens = sizes.tokens
@@ -253,12 +254,19 @@ def price_chunks(
         transfer_s=_transfer_seconds(edges, boundary),
         activation_bytes=columns.layers * layer + besides_layers,
         freed_per_layer_bytes=layer - boundary,
-        attention_bytes=np.multiply(tokens, attention_per_token, dtype=np.float64),
+        attention_bytes=_attention_bytes(profile, tokens),
         boundary_bytes=boundary,
         forward_transient_bytes=forward_transient,
         recompute_transient_bytes=recompute_transient,
         backward_transient_bytes=_backward_transient_bytes(profile, columns, sizes, layer),
     )
+
+
+def attention_bytes_per_token(profile: Profile) -> int:
+    """Return what attention of a layer gives for a token: its output, and a log-sum-exp a head."""
+    model = profile.model
+    output = model.num_heads * model.head_dim * ELEMENT_BYTES[profile.dtype]
+    return output + model.num_heads * _LSE_BYTES
 
 
 def price_input_weight(
@@ -335,6 +343,11 @@ def _layer_seconds(time: LayerTime, sizes: ChunkSizes) -> Floats:
 
 def _boundary_bytes(profile: Profile, tokens: Ints) -> Floats:
     per_token = profile.bytes.activation_per_token
+    return np.multiply(tokens, per_token, dtype=np.float64)
+
+
+def _attention_bytes(profile: Profile, tokens: Ints) -> Floats:
+    per_token = attention_bytes_per_token(profile)
     return np.multiply(tokens, per_token, dtype=np.float64)
 
 

@@ -30,11 +30,11 @@ from infinipipe.costs.links import (
 from infinipipe.costs.memory import StageBytes, StageMemory, stage_memory
 from infinipipe.costs.program import PackedProgram
 from infinipipe.costs.rates import ChunkRates, make_rates
-from infinipipe.costs.sharded import ELEMENT_BYTES, attention_bytes, sharded_profile
+from infinipipe.costs.sharded import sharded_profile
 from infinipipe.costs.times import curve_seconds, layer_seconds
 from infinipipe.costs.work import Work, average_work
 from infinipipe.ir import Chunk, Layout, Model, OpKind, Sequence, Stage
-from infinipipe.profiles import Curve, Line, Profile
+from infinipipe.profiles import ELEMENT_BYTES, Curve, Line, Profile
 
 # Kernels index elements with 32 bits.
 _MOST_ELEMENTS = 2**31 - 1
@@ -84,12 +84,6 @@ class CostModel:
         return sharded_profile(self.profile, self.layout)
 
     @cached_property
-    def _attention_per_token(self) -> float:
-        """Bytes of what a layer's attention gives, on a rank, per token of the chunk."""
-        num_bytes = attention_bytes(self.model, self.profile.dtype)
-        return num_bytes / self.layout.sequence_parallel
-
-    @cached_property
     def _edges(self) -> tuple[Line, ...]:
         return edge_lines(self.profile.times, self.layout)
 
@@ -106,8 +100,7 @@ class CostModel:
             self.stages,
             self._edges,
             replace(sizes, tokens=tokens),
-            logits_tokens=self.logits_tokens * num_ranks,
-            attention_per_token=self._attention_per_token,
+            self.logits_tokens * num_ranks,
         )
 
     def price_input_weight(self, costed: CostedChunks) -> InputWeightCosts | None:
@@ -294,9 +287,7 @@ class CostModel:
         """
         room = [limit - self.static_bytes(stage) for stage, limit in enumerate(limits)]
         edge = fastest_edge(self.profile.times, self.layout)
-        return make_rates(
-            self.rank_profile, self.stages, edge, room, lengths, self._attention_per_token
-        )
+        return make_rates(self.rank_profile, self.stages, edge, room, lengths)
 
     def layer_s(self, tokens: int, pairs: int, slices: int) -> float:
         """Return the seconds of F and B of one layer for a chunk of whole sequences."""

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from infinipipe.aliases import Floats, Ints
+from infinipipe.costs.chunks import attention_bytes_per_token
 from infinipipe.costs.times import curve_seconds
 from infinipipe.ir import Stage
-from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
+from infinipipe.profiles import Curve, LayerTime, Line, Profile, Times
 
 TINY = 1e-30
 """Stands for a divisor of 0 or less: no time or number of bytes that counts is so small."""
@@ -219,7 +220,6 @@ def make_rates(
     edge: Line,
     room_bytes: SequenceOf[int],
     lengths: Floats,
-    attention_per_token: float,
 ) -> ChunkRates:
     """Return the rates of chunks of a batch.
 
@@ -229,11 +229,10 @@ def make_rates(
         edge: seconds per byte, which no transfer between two stages is faster than.
         room_bytes: of each stage, what its static bytes leave of its limit.
         lengths: (sequences,) tokens of each sequence of the batch, longest first.
-        attention_per_token: bytes of what a layer's attention gives.
     """
     times = profile.times
     parts = _stage_parts(stages)
-    token_bytes = _token_bytes(profile.bytes, attention_per_token, parts)
+    token_bytes = _token_bytes(profile, parts)
     room = _column(room_bytes) + _SPARE_BYTES
     backward_room = room - profile.bytes.layer_backward_peak.constant
 
@@ -299,7 +298,8 @@ def _column(of_stages: SequenceOf[int]) -> Floats:
     return np.array(of_stages, dtype=np.float64)[:, None]
 
 
-def _token_bytes(sizes: Bytes, attention: float, parts: _StageParts) -> TokenBytes:
+def _token_bytes(profile: Profile, parts: _StageParts) -> TokenBytes:
+    sizes = profile.bytes
     full = sizes.layer_full_per_token
     layer_input = float(sizes.activation_per_token)
     beside_layers = (
@@ -315,7 +315,7 @@ def _token_bytes(sizes: Bytes, attention: float, parts: _StageParts) -> TokenByt
     return TokenBytes(
         full=full,
         input=layer_input,
-        attention=attention,
+        attention=float(attention_bytes_per_token(profile)),
         freed=max(TINY, full - layer_input),
         kv=float(sizes.layer_kv_per_token),
         kv_gradients=float(sizes.layer_kv_grad_per_token),

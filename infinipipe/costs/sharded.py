@@ -13,12 +13,8 @@ from msgspec.structs import replace
 
 from infinipipe.costs.links import all_to_all_line, sequence_group
 from infinipipe.ir import DType, Layout, Model
-from infinipipe.profiles import Bytes, Curve, LayerTime, Line, Profile, Times
+from infinipipe.profiles import ELEMENT_BYTES, Bytes, Curve, LayerTime, Line, Profile, Times
 
-ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
-"""By the dtype of parameters and activations."""
-_LSE_BYTES = 4
-"""Of a log-sum-exp, which is in float32 whatever activations are in."""
 _EXCHANGES = 4
 """Of a layer's F: Q, K, V and the output; and of its B: their gradients."""
 
@@ -26,11 +22,6 @@ _EXCHANGES = 4
 def query_bytes(model: Model, dtype: DType) -> int:
     """Return the bytes of Q, and of attention's output, of a token."""
     return ELEMENT_BYTES[dtype] * model.num_heads * model.head_dim
-
-
-def attention_bytes(model: Model, dtype: DType) -> int:
-    """Return the bytes of what attention gives for a token: the output, and log-sum-exps."""
-    return query_bytes(model, dtype) + _LSE_BYTES * model.num_heads
 
 
 def exchanged_bytes(model: Model, dtype: DType, num_ranks: int) -> int:
@@ -49,7 +40,7 @@ def sharded_profile(profile: Profile, layout: Layout) -> Profile:
     if layout.sequence_parallel == 1:
         return profile
     ranks = _Ranks(profile, layout)
-    return replace(profile, times=ranks.times(), bytes=ranks.bytes())
+    return replace(profile, model=ranks.model(), times=ranks.times(), bytes=ranks.bytes())
 
 
 class _Ranks:
@@ -74,6 +65,12 @@ class _Ranks:
         """Return the seconds of a layer's exchanges in one direction, per token of the chunk."""
         line = all_to_all_line(self._profile.times, sequence_group(layout))
         return Line(constant=_EXCHANGES * line.constant, rate=bytes_per_token * line.rate)
+
+    def model(self) -> Model:
+        """Return the model with the heads of a rank, as which its attention sees it."""
+        model = self._profile.model
+        kv_heads = max(1, model.num_kv_heads // self._num)
+        return replace(model, num_heads=model.num_heads // self._num, num_kv_heads=kv_heads)
 
     def times(self) -> Times:
         """Return the seconds of a rank."""

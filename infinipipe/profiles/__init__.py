@@ -4,6 +4,7 @@ from infinipipe.profiles.logits import logits_tokens
 from infinipipe.profiles.models import ARCHITECTURES, read_model
 from infinipipe.profiles.presets import PRESETS
 from infinipipe.profiles.profile import (
+    ELEMENT_BYTES,
     Bytes,
     Curve,
     Device,
@@ -21,6 +22,7 @@ from infinipipe.profiles.profile import (
 
 __all__ = [
     "ARCHITECTURES",
+    "ELEMENT_BYTES",
     "PRESETS",
     "Bytes",
     "Curve",

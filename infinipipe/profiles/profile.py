@@ -15,6 +15,9 @@ from infinipipe.ir import DType, Model
 PROFILE_FORMAT_VERSION = 2
 """Raised when a reader would misread older files; a field that may be missing needs no raise."""
 
+ELEMENT_BYTES: dict[DType, int] = {"float32": 4, "bfloat16": 2}
+"""Of a parameter or an activation."""
+
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The device a profile speaks of."""

@@ -87,6 +87,10 @@ def test_times_of_a_layer_by_hand(num_ranks: int) -> None:
         return seconds.tolist()
 
     assert costed.recompute_s.tolist() == pytest.approx(expected(times.layer_recompute))
+    # Who keeps attention's output is spared its kernel, but not the exchanges.
+    without_attention_s = curve_seconds(times.layer_recompute.curve, np.array(rounded) // num_ranks)
+    spared_s = costed.recompute_s - costed.attention_s
+    assert spared_s.tolist() == pytest.approx((without_attention_s + exchange_s).tolist())
     own_tokens = np.array(rounded) // num_ranks
     first = times.chunk_forward_s + curve_seconds(times.embedding_forward, own_tokens)
     first += 16 * np.array(expected(times.layer_forward))
@@ -127,6 +131,8 @@ def test_bytes_by_hand() -> None:
     assert costed.freed_per_layer_bytes.tolist() == [4 * (layer - 10), 4 * (layer + 20 - 10)]
     assert costed.boundary_bytes.tolist() == [40, 40]
     assert costs.boundary_bytes(8) == 40
+    # Of all tokens a rank's heads of the output, and a log-sum-exp in float32 of each.
+    assert costed.attention_bytes.tolist() == [4 * (2 * 4 * 32 + 4 * 4)] * 2
     # A rank's logits are those of its own tokens.
     head = 11 + 8 * 4 + 1000 * 4
     assert costed.forward_transient_bytes.tolist() == [[7 + 5 * 4] * 2, [head] * 2]

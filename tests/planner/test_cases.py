@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinipipe.costs import Work
-from infinipipe.costs.sharded import attention_bytes
+from infinipipe.costs.chunks import attention_bytes_per_token
 from infinipipe.dataset import BYTES, Dataset, open_dataset
 from infinipipe.errors import InfeasibleError, VerifyError
 from infinipipe.ir import (
@@ -537,8 +537,7 @@ def test_peaks_are_whole_bytes_within_the_limit_and_hold_what_chunks_keep(
         return
     replica, sizes = make_replica(found), problem.pipeline.costs.profile.bytes
     full, activation = Fraction(sizes.layer_full_per_token), Fraction(sizes.activation_per_token)
-    profile = problem.pipeline.costs.profile
-    attention = attention_bytes(profile.model, profile.dtype)
+    attention = attention_bytes_per_token(problem.pipeline.costs.profile)
     for stage, program in enumerate(replica.programs):
         limit, predicted = problem.pipeline.limits[stage], replica.predicted[stage].peak_bytes
         assert isinstance(predicted, int)
