@@ -186,8 +186,7 @@ class Footprint:
         store = KVStore()
         slot = self._bench.write_context(store, 0, 1, total)
         if gradients:
-            # Reading them allocates them.
-            assert slot.gradients
+            slot.add_gradients(torch.zeros_like(slot.key), torch.zeros_like(slot.value))
         return store
 
     def _static_per_parameter(self) -> int:

@@ -147,10 +147,14 @@ def check_header_numbers(header: Header) -> None:
 
 
 def check_sequence_parallel(header: Header) -> None:
-    """The ranks that share a sequence share the heads evenly."""
+    """The ranks that share a sequence share the heads evenly.
+
+    Where they are more than the key-value heads, several have the same one.
+    """
     model = header.model
     ranks = header.sequence_parallel
-    if model.num_heads % ranks or model.num_kv_heads % ranks:
+    shares_kv_heads = model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
+    if model.num_heads % ranks or not shares_kv_heads:
         raise VerifyError(
             f"header: sequence_parallel is {ranks}; {model.num_heads} heads and "
             f"{model.num_kv_heads} key-value heads cannot be shared evenly"

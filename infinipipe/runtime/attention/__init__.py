@@ -5,6 +5,12 @@ from infinipipe.runtime.attention.chunk_attention import (
     Segments,
     chunk_attention,
 )
+from infinipipe.runtime.attention.exchange import (
+    NO_EXCHANGE,
+    Exchange,
+    HeadExchange,
+    exchange_in,
+)
 from infinipipe.runtime.attention.kernels import (
     Attended,
     AttentionGradients,
@@ -18,15 +24,19 @@ from infinipipe.runtime.attention.segments import Segment
 
 __all__ = [
     "ATTENTION_NAME",
+    "NO_EXCHANGE",
     "Attended",
     "AttentionGradients",
     "BlockKernel",
     "CpuKernel",
+    "Exchange",
+    "HeadExchange",
     "KVStore",
     "Kernel",
     "Segment",
     "Segments",
     "Slot",
     "chunk_attention",
+    "exchange_in",
     "kernel_for",
 ]
