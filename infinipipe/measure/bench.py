@@ -242,16 +242,19 @@ class Bench:
             first += length
             if start > 0:
                 slot = self.write_context(store, index, start, total)
-                allocate_gradients(slot, stop)
+                slot.gradients = slot.no_gradients(stop)
         kernel = kernel_for(self.device)
         return Segments(table=tuple(table), store=store, kernel=kernel)
 
     def write_context(self, store: KVStore, sequence: int, start: int, total: int) -> Slot:
         """Make a sequence's slot and write K and V up to `start`."""
-        shape = (1, self.model.num_kv_heads, start, self.model.head_dim)
-        key = torch.randn(shape, device=self.device)
+        heads = self.model.num_kv_heads
+        like = torch.empty(self.model.head_dim, device=self.device)
         context = Segment(first=0, length=start, sequence=sequence, start=0, total=total)
-        return store.write(context, self.layer.self_attn.layer_idx, key, key)
+        slot = store.open(context, self.layer.self_attn.layer_idx, heads, like)
+        slot.key[:start] = torch.randn(start, heads, self.model.head_dim, device=self.device)
+        slot.value[:start] = slot.key[:start]
+        return slot
 
     def _forward_backward(
         self, forward: Callable[[], Tensor], gradient: Tensor
@@ -267,12 +270,6 @@ class Bench:
             return time.thread_time()
         torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def allocate_gradients(slot: Slot, before: int) -> None:
-    """Give a slot the gradients of so many tokens before its last slice, as that one's B does."""
-    last = Segment(first=0, length=1, sequence=0, start=before, total=before + 1)
-    slot.gradients(last)
 
 
 def _with_layers(model: Model, num_layers: int) -> Model:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from infinipipe.measure.bench import Bench, allocate_gradients
+from infinipipe.measure.bench import Bench
 from infinipipe.measure.fit import Slices
 from infinipipe.measure.machine import memory_errors
 from infinipipe.measure.survey import OutOfMemory
@@ -188,7 +188,7 @@ class Footprint:
         store = KVStore()
         slot = self._bench.write_context(store, 0, 1, total)
         if gradients:
-            allocate_gradients(slot, total)
+            slot.gradients = slot.no_gradients(total)
         return store
 
     def _static_per_parameter(self) -> tuple[int, int]:

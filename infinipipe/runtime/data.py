@@ -1,8 +1,8 @@
-"""A step's tokens, targets and loss weights, chunk by chunk."""
+"""A step's tokens, targets and loss weights, chunk by chunk, or by what a rank has of a chunk."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,11 +13,18 @@ from infinipipe.aliases import Ints
 from infinipipe.dataset import IGNORED, Example
 from infinipipe.errors import PlanFileError
 from infinipipe.ir import Chunk, LossNorm, Sequence, Slice, Step
-from infinipipe.runtime.attention import Kernel, KVStore, Segment, Segments
+from infinipipe.runtime.attention import NO_EXCHANGE, Exchange, Kernel, KVStore, Segment, Segments
+
+Number = TypeVar("Number", bound=np.generic)
 
 
-def chunk_segments(chunk: Chunk, step: Step, store: KVStore, kernel: Kernel) -> Segments:
-    """Turn a chunk's slices into the segment table that attention follows."""
+def chunk_segments(
+    chunk: Chunk, step: Step, store: KVStore, kernel: Kernel, exchange: Exchange = NO_EXCHANGE
+) -> Segments:
+    """Turn a chunk's slices into the segment table that attention follows.
+
+    Where ranks share the chunk, each follows that of the whole chunk.
+    """
     table: list[Segment] = []
     first = 0
     for part in chunk.slices:
@@ -30,13 +37,19 @@ def chunk_segments(chunk: Chunk, step: Step, store: KVStore, kernel: Kernel) -> 
         )
         table.append(segment)
         first = segment.last
-    return Segments(table=tuple(table), store=store, kernel=kernel)
+    return Segments(table=tuple(table), store=store, kernel=kernel, exchange=exchange)
 
 
 def chunk_positions(chunk: Chunk) -> Tensor:
     """Return (1, tokens) int64: every token's place in its own sequence."""
-    positions = [torch.arange(part.start, part.stop) for part in chunk.slices]
-    return torch.cat(positions)[None]
+    positions = [np.arange(part.start, part.stop) for part in chunk.slices]
+    return torch.from_numpy(_joined(positions, np.int64))[None]
+
+
+def _joined(parts: list[NDArray[Number]], dtype: type[Number]) -> NDArray[Number]:
+    """Return arrays one behind the other; a shard may have none at all."""
+    nothing = np.empty(0, dtype)
+    return np.concatenate([nothing, *parts])
 
 
 class Examples(Protocol):
@@ -69,7 +82,7 @@ class StepData:
         for part in chunk.slices:
             sequence = self._whole(part.sequence)
             parts.append(sequence.tokens[part.start : part.stop])
-        tokens = np.concatenate(parts)
+        tokens = _joined(parts, np.int64)
         return torch.from_numpy(tokens)[None]
 
     def targets(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -84,8 +97,8 @@ class StepData:
             sequence = self._whole(part.sequence)
             parts.append(sequence.targets[part.start : part.stop])
             part_weights.append(self._slice_weights(part))
-        targets = np.concatenate(parts)
-        weights = np.concatenate(part_weights)
+        targets = _joined(parts, np.int64)
+        weights = _joined(part_weights, np.float32)
         # A token without a target has a loss too, which does not count.
         weights[targets == IGNORED] = 0
         return torch.from_numpy(targets), torch.from_numpy(weights)

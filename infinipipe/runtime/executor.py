@@ -13,18 +13,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import pad
 
 from infinipipe.errors import InfinipipeError, RunError
 from infinipipe.ir import TRAITS, Chunk, Header, Op, OpKind, Replica, Step, show_op
-from infinipipe.runtime.attention import KVStore, kernel_for
+from infinipipe.runtime.attention import NO_EXCHANGE, Exchange, KVStore, kernel_for
 from infinipipe.runtime.data import chunk_positions, chunk_segments
 from infinipipe.runtime.model import StageModel
 from infinipipe.runtime.ranks import Channel
+from infinipipe.runtime.shards import shard_of
 from infinipipe.runtime.transport import Shape, Transport
 
 
 class ChunkData(Protocol):
-    """Where the executor finds a chunk's tokens and targets, such as `runtime.data.StepData`."""
+    """Where the executor finds tokens and targets of what this rank has of a chunk, such as
+    `runtime.data.StepData`.
+    """
 
     def tokens(self, chunk: Chunk) -> Tensor:
         """Return (1, tokens) int64."""
@@ -49,6 +53,8 @@ class _StepState:
     step: Step
     replica: Replica
     data: ChunkData
+    shards: tuple[Chunk, ...]
+    """What this rank has of each chunk."""
     loss: Tensor
     store: KVStore = field(default_factory=KVStore)
     unfinished: dict[int, _Unfinished] = field(default_factory=dict)
@@ -56,38 +62,46 @@ class _StepState:
 
 
 class Executor:
-    """One stage of one replica.
+    """One stage of one replica, or a rank's part of it.
 
     Args:
         header: of the plan.
         stage_index: which of the header's stages.
         model: the stage's layers, with gradients allocated.
         transport: its channels.
+        exchange: with the ranks that share the stage's sequences.
     """
 
     def __init__(
-        self, header: Header, stage_index: int, model: StageModel, transport: Transport
+        self,
+        header: Header,
+        stage_index: int,
+        model: StageModel,
+        transport: Transport,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> None:
         self._header = header
         self._stage_index = stage_index
         self._stage = header.stages[stage_index]
         self._model = model
         self._transport = transport
+        self._exchange = exchange
         self._kernel = kernel_for(model.device)
 
     def run(self, step: Step, replica: Replica, data: ChunkData) -> Tensor:
         """Run the stage's program of a step, adding to the model's gradients.
 
         Returns:
-            The replica's part of the step's loss on the last stage, 0 on the others.
+            The part of the step's loss of this rank's tokens on the last stage, 0 on the others.
 
         Raises:
             RunError: an op failed; the message names stage, chunk and op, the cause is chained.
         """
         loss = torch.zeros((), device=self._model.device)
-        state = _StepState(step, replica, data, loss)
+        shards = tuple(self._shard(chunk) for chunk in replica.chunks)
+        state = _StepState(step, replica, data, shards, loss)
         program = replica.programs[self._stage_index]
-        self._begin_transfers(program, replica)
+        self._begin_transfers(program, shards)
         for op in program:
             with self._failures_named(step, op):
                 HANDLERS[op.kind](self, state, op.chunk)
@@ -109,13 +123,16 @@ class Executor:
             where = f"stage {self._stage_index}, step {step.index}, chunk {op.chunk}, op {op_text}"
             raise RunError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _begin_transfers(self, program: tuple[Op, ...], replica: Replica) -> None:
+    def _shard(self, chunk: Chunk) -> Chunk:
+        return shard_of(chunk, self._exchange.num_ranks, self._exchange.index)
+
+    def _begin_transfers(self, program: tuple[Op, ...], shards: tuple[Chunk, ...]) -> None:
         """Say what will arrive: the input of an op comes the way that its result goes."""
         for channel in Channel:
             if not self._receives(channel):
                 continue
             ops = [op for op in program if TRAITS[op.kind].travels == channel.value]
-            shapes = [self._boundary_shape(replica.chunks[op.chunk]) for op in ops]
+            shapes = [self._boundary_shape(shards[op.chunk]) for op in ops]
             self._transport.begin(channel, shapes, self._model.dtype)
 
     def _receives(self, channel: Channel) -> bool:
@@ -124,21 +141,21 @@ class Executor:
             return not self._stage.embedding
         return not self._stage.head
 
-    def _boundary_shape(self, chunk: Chunk) -> Shape:
-        return (1, chunk.num_tokens, self._header.model.hidden_size)
+    def _boundary_shape(self, shard: Chunk) -> Shape:
+        return (1, shard.num_tokens, self._header.model.hidden_size)
 
     def _forward(self, state: _StepState, index: int) -> None:
-        chunk = state.replica.chunks[index]
+        shard = state.shards[index]
         received = None
         if self._stage.embedding:
-            tokens = state.data.tokens(chunk)
+            tokens = state.data.tokens(shard)
             hidden = self._model.embed(tokens.to(self._model.device))
         else:
             received = self._transport.receive(Channel.DOWNSTREAM).requires_grad_()
             hidden = received
         hidden = self._run_layers(state, index, hidden)
         if self._stage.head:
-            result = self._add_loss(state, chunk, hidden)
+            result = self._add_loss(state, shard, hidden)
         else:
             result = get_gradient_edge(hidden)
             # The graph does not need its output's values, so only the transfer holds them.
@@ -147,18 +164,26 @@ class Executor:
 
     def _run_layers(self, state: _StepState, index: int, hidden: Tensor) -> Tensor:
         chunk = state.replica.chunks[index]
-        positions = chunk_positions(chunk).to(self._model.device)
-        segments = chunk_segments(chunk, state.step, state.store, self._kernel)
+        shard = state.shards[index]
+        positions = chunk_positions(shard).to(self._model.device)
+        segments = chunk_segments(chunk, state.step, state.store, self._kernel, self._exchange)
         recompute = state.replica.recompute[self._stage_index][index]
         keep_attention = state.replica.keep_attention[self._stage_index][index]
+        if shard.num_tokens == 0:
+            # Layers of transformers cannot run on no token at all. They get one here that goes
+            # nowhere, as this rank takes part in attention all the same.
+            hidden = pad(hidden, (0, 0, 0, 1))
+            positions = pad(positions, (0, 1))
         hidden = self._model.run_layers(hidden, positions, segments, recompute, keep_attention)
-        planned = self._boundary_shape(chunk)
+        if shard.num_tokens == 0:
+            hidden = hidden[:, :0]
+        planned = self._boundary_shape(shard)
         actual = tuple(hidden.shape)
         assert actual == planned, f"the plan says {planned}, the stage produced {actual}"
         return hidden
 
-    def _add_loss(self, state: _StepState, chunk: Chunk, hidden: Tensor) -> GradientEdge:
-        targets, token_weights = state.data.targets(chunk)
+    def _add_loss(self, state: _StepState, shard: Chunk, hidden: Tensor) -> GradientEdge:
+        targets, token_weights = state.data.targets(shard)
         loss = self._model.loss(
             hidden,
             targets.to(self._model.device),

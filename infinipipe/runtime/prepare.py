@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinipipe.dataset import BYTES, IDS, LENGTHS, check_same_dataset, tokenizer_sha256
 from infinipipe.errors import InputError, PlanFileError
-from infinipipe.ir import DatasetInfo, Header, Layout, OpKind, PlanReader, Step, open_plan
+from infinipipe.ir import DatasetInfo, Header, OpKind, PlanReader, Step, open_plan
 from infinipipe.runtime.device import DTYPE_NAME, choose_device_kind
 
 WEIGHTS = "model"
@@ -72,19 +72,10 @@ def prepare(options: RunOptions) -> PreparedRun:
             num_steps=_num_steps(options, header),
         )
         _check_output(options.output)
-        _check_layout(options, header.layout)
         _check_model(options, header)
         _check_dtype(options, header)
         _check_steps(plan, run.num_steps)
     return run
-
-
-def _check_layout(options: RunOptions, layout: Layout) -> None:
-    if layout.sequence_parallel > 1:
-        raise PlanFileError(
-            f"{options.plan}: its stages share sequences among {layout.sequence_parallel} ranks, "
-            "which can be planned but not run; compile it again"
-        )
 
 
 def _find_data(options: RunOptions, stated: DatasetInfo) -> Path:

@@ -42,7 +42,12 @@ class _Transfer(NamedTuple):
     """A tensor on its way, which has to stay alive until then."""
 
     tensor: Tensor
-    work: dist.Work
+    work: dist.Work | None
+    """None for a tensor without elements, which neither end transfers."""
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
 
 
 class _Incoming(NamedTuple):
@@ -109,7 +114,7 @@ class DistributedTransport:
     def receive(self, channel: Channel) -> Tensor:
         """See `Transport`."""
         arriving = self._posted.pop(channel)
-        arriving.work.wait()
+        arriving.wait()
         # The next one may arrive while the op that needs this one runs.
         self._post(channel)
         return arriving.tensor
@@ -119,8 +124,9 @@ class DistributedTransport:
         assert channel in self._targets, f"there is no stage to send to on {channel}"
         way = self._targets[channel]
         self._wait_for_leaving(channel)
-        work = dist.isend(tensor, group=way.group, group_dst=way.receiver)
-        assert work is not None
+        work = None
+        if tensor.numel():
+            work = dist.isend(tensor, group=way.group, group_dst=way.receiver)
         self._leaving[channel] = _Transfer(tensor, work)
 
     def finish(self) -> None:
@@ -137,14 +143,15 @@ class DistributedTransport:
         way = self._sources[channel]
         shape = incoming.shapes.popleft()
         tensor = torch.empty(shape, dtype=incoming.dtype, device=self._device)
-        work = dist.irecv(tensor, group=way.group, group_src=way.sender)
-        assert work is not None
+        work = None
+        if tensor.numel():
+            work = dist.irecv(tensor, group=way.group, group_src=way.sender)
         self._posted[channel] = _Transfer(tensor, work)
 
     def _wait_for_leaving(self, channel: Channel) -> None:
         leaving = self._leaving.pop(channel, None)
         if leaving is not None:
-            leaving.work.wait()
+            leaving.wait()
 
 
 def _way(groups: ChannelGroups, channel: Channel) -> _Way:

@@ -13,6 +13,7 @@ from infinipipe.dataset import RowReader
 from infinipipe.errors import PlanFileError, RunError
 from infinipipe.ir import Chunk, PlanReader, Step, open_plan
 from infinipipe.run_record import StepRecord
+from infinipipe.runtime.attention import exchange_in
 from infinipipe.runtime.checkpoint import load_weights, save_weights
 from infinipipe.runtime.data import StepData
 from infinipipe.runtime.device import open_device
@@ -56,7 +57,8 @@ class Worker:
         self._gradients = Gradients(model.flat, self._ranks, groups)
         self._optimizer = Optimizer(model.flat, groups.copies, run.options.lr)
         transport = DistributedTransport(groups.before, groups.after, self._device)
-        self._executor = Executor(self._header, self._ranks.stage_index, model, transport)
+        exchange = exchange_in(groups.sequence)
+        self._executor = Executor(self._header, self._ranks.stage_index, model, transport, exchange)
 
     def train(self) -> None:
         """Train for the asked number of steps and save the weights."""

@@ -41,6 +41,7 @@ from infinipipe.ir import (
     verify_plan,
     verify_step,
 )
+from infinipipe.ir.rules.header import check_sequence_parallel
 from tests.plans import B, F, I, W, make_header, make_model, make_step, parse_program, write_plan
 
 HEADER = make_header(num_stages=3, num_replicas=2, num_steps=4)
@@ -624,6 +625,23 @@ HEADER_MUTATIONS: list[tuple[str, Header, str]] = [
         "sequence_parallel is 3; 4 heads and 2 key-value heads",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kv_heads", "fits"),
+    [(2, 4, True), (4, 4, True), (4, 2, True), (12, 1, True), (4, 6, False), (8, 4, False)],
+)
+def test_ranks_that_share_sequences_share_heads_evenly(
+    ranks: int, kv_heads: int, fits: bool
+) -> None:
+    """A rank has several key-value heads, or several ranks have the same one."""
+    model = msgspec.structs.replace(HEADER.model, num_heads=12, num_kv_heads=kv_heads)
+    header = replace(HEADER, model=model, sequence_parallel=ranks)
+    if fits:
+        check_sequence_parallel(header)
+        return
+    with pytest.raises(VerifyError, match=f"12 heads and {kv_heads} key-value heads cannot"):
+        check_sequence_parallel(header)
 
 
 @pytest.mark.parametrize(

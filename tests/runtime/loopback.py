@@ -1,14 +1,16 @@
-"""A transport within one process, whose stages are threads."""
+"""Transport and exchange within one process, whose ranks are threads."""
 
 from __future__ import annotations
 
 import queue
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from infinipipe.runtime.attention import NO_EXCHANGE, Exchange, HeadExchange
 from infinipipe.runtime.ranks import Channel
 from infinipipe.runtime.transport import Shape
 from tests.processes import HARD_LIMIT_S
@@ -61,3 +63,34 @@ class LoopbackTransport:
     def finish(self) -> None:
         for channel, expected in self._expected.items():
             assert not expected, f"the step ended with {len(expected)} tensors to come on {channel}"
+
+
+def loopback_exchanges(num_ranks: int) -> list[Exchange]:
+    """Return the exchanges of the ranks of a stage that share its sequences."""
+    if num_ranks == 1:
+        return [NO_EXCHANGE]
+    # Queue [i][j] leads from rank i to rank j.
+    queues = [[Queue() for _ in range(num_ranks)] for _ in range(num_ranks)]
+    return [
+        HeadExchange(num_ranks, index, partial(_all_to_all, queues, index))
+        for index in range(num_ranks)
+    ]
+
+
+def _all_to_all(
+    queues: list[list[Queue]],
+    index: int,
+    received: Tensor,
+    sent: Tensor,
+    received_rows: list[int],
+    sent_rows: list[int],
+) -> None:
+    """As torch.distributed has it: parts of contiguous tensors, along their first dim."""
+    assert received.is_contiguous()
+    assert sent.is_contiguous()
+    for target, part in zip(queues[index], sent.split(sent_rows), strict=True):
+        target.put(part.clone())
+    for source, rows in zip(queues, received.split(received_rows), strict=True):
+        part = source[index].get(timeout=TIMEOUT_S)
+        assert part.shape == rows.shape
+        rows.copy_(part)

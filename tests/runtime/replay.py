@@ -32,13 +32,14 @@ from infinipipe.ir import (
 )
 from infinipipe.profiles import PRESETS
 from infinipipe.profiles.models import model_from_config
+from infinipipe.runtime.attention import Exchange
 from infinipipe.runtime.data import StepData, token_weight
 from infinipipe.runtime.executor import Executor
 from infinipipe.runtime.model import EMBEDDING, HEAD, StageModel
 from infinipipe.runtime.optimizer import BETAS, EPSILON, WEIGHT_DECAY
 from tests.plans import make_header, order_1f1b
 from tests.processes import HARD_LIMIT_S
-from tests.runtime.loopback import LoopbackTransport
+from tests.runtime.loopback import LoopbackTransport, loopback_exchanges
 
 CPU = torch.device("cpu")
 
@@ -164,18 +165,15 @@ class Result:
     loss: float
     gradients: dict[str, Tensor]
     outputs: list[dict[int, Tensor]]
-    """Per stage, what each chunk's forward produced."""
+    """Per rank, what each chunk's forward produced."""
 
 
 def replay(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) -> Result:
-    """Run every stage of every replica in its own thread and add up the replicas' gradients."""
+    """Run every rank of every replica in its own thread and add up all their gradients."""
     total: dict[str, Tensor] = {}
     loss, outputs = 0.0, []
     for replica in step.replicas:
-        stages = [
-            _LoopbackStage(header, index, seed, transport)
-            for index, transport in enumerate(LoopbackTransport.connect(len(header.stages)))
-        ]
+        stages = _loopback_ranks(header, seed)
         threads = [
             threading.Thread(target=stage.run, args=(step, replica, dataset)) for stage in stages
         ]
@@ -196,11 +194,31 @@ def replay(header: Header, step: Step, dataset: MemoryDataset, seed: int = 0) ->
     return Result(loss, total, outputs)
 
 
-class _LoopbackStage:
-    def __init__(self, header: Header, index: int, seed: int, transport: LoopbackTransport) -> None:
+def _loopback_ranks(header: Header, seed: int) -> list[_LoopbackRank]:
+    """Return the ranks of one replica, connected, those of a stage behind one another."""
+    num_stages = len(header.stages)
+    num_sharers = header.sequence_parallel
+    pipelines = [LoopbackTransport.connect(num_stages) for _ in range(num_sharers)]
+    ranks = []
+    for stage in range(num_stages):
+        transports = [pipeline[stage] for pipeline in pipelines]
+        for ends in zip(transports, loopback_exchanges(num_sharers), strict=True):
+            ranks.append(_LoopbackRank(header, stage, seed, *ends))
+    return ranks
+
+
+class _LoopbackRank:
+    def __init__(
+        self,
+        header: Header,
+        index: int,
+        seed: int,
+        transport: LoopbackTransport,
+        exchange: Exchange,
+    ) -> None:
         self.model = StageModel(header.model, header.stages[index], CPU)
         self.model.init_random(seed)
-        self.executor = Executor(header, index, self.model, transport)
+        self.executor = Executor(header, index, self.model, transport, exchange)
         self.loss_norm = header.loss_norm
         self.loss = 0.0
         self.error: Exception | None = None

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from infinipipe.dataset import open_dataset
 from infinipipe.errors import InfinipipeError
-from infinipipe.ir import Header, Model, PlanWriter, Step, open_plan
+from infinipipe.ir import Header, Model, Step, open_plan
 from infinipipe.planner import CompileOptions, compile_plan
 from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
@@ -317,17 +317,6 @@ def options(tmp_path: Path) -> RunOptions:
     options = dataclasses.replace(OPTIONS, plan=plan, output=tmp_path / "run")
     assert prepare(options).num_steps == 2
     return options
-
-
-def test_a_plan_whose_ranks_share_sequences_is_refused(tmp_path: Path, options: RunOptions) -> None:
-    """No rank would know that it has only a part of each: all gradients would be too large."""
-    shared = tmp_path / "shared.msgpack"
-    with open_plan(options.plan) as plan:
-        header = msgspec.structs.replace(plan.header, sequence_parallel=2)
-        with PlanWriter(shared, header) as writer:
-            for step in plan:
-                writer.append(step)
-    refused(dataclasses.replace(options, plan=shared), "share sequences among 2 ranks", tmp_path)
 
 
 def test_what_does_not_fit_the_plan_is_refused_before_anything_is_written(

@@ -148,7 +148,10 @@ def check_header_numbers(header: Header) -> None:
 
 
 def check_sequence_parallel(header: Header) -> None:
-    """The ranks that share a sequence share the heads evenly."""
+    """The ranks that share a sequence share the heads evenly.
+
+    Where they are more than the key-value heads, several have the same one.
+    """
     model = header.model
     ranks = header.sequence_parallel
     if not model.shares_heads(ranks):

@@ -6,6 +6,12 @@ from infinipipe.runtime.attention.chunk_attention import (
     Segments,
     chunk_attention,
 )
+from infinipipe.runtime.attention.exchange import (
+    NO_EXCHANGE,
+    Exchange,
+    HeadExchange,
+    exchange_in,
+)
 from infinipipe.runtime.attention.kernels import (
     Attended,
     AttentionGradients,
@@ -19,10 +25,13 @@ from infinipipe.runtime.attention.segments import Segment
 
 __all__ = [
     "ATTENTION_NAME",
+    "NO_EXCHANGE",
     "Attended",
     "AttentionGradients",
     "BlockKernel",
     "CpuKernel",
+    "Exchange",
+    "HeadExchange",
     "KVStore",
     "KeptAttention",
     "Kernel",
@@ -30,5 +39,6 @@ __all__ = [
     "Segments",
     "Slot",
     "chunk_attention",
+    "exchange_in",
     "kernel_for",
 ]
