@@ -195,7 +195,9 @@ def test_defaults_come_from_the_profile_and_the_dataset() -> None:
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
     fixed = {"num_stages": 2, "sequence_parallel": 2}
     request = CompileOptions(**fixed).resolve(profile, 10_000)
-    assert request.layout == Layout(num_stages=2, sequence_parallel=2, num_replicas=2)
+    assert request.layout == Layout(
+        num_stages=2, sequence_parallel=2, num_replicas=2, devices_per_node=8
+    )
     assert request.limits == (77 * 2**30,) * 2
     assert (request.batch_size, request.num_steps) == (512, 20)
     few = CompileOptions(**fixed).resolve(profile, 10)

@@ -117,11 +117,11 @@ def plan_deepspeed(problem: Problem, incumbent: Result = NOTHING) -> Result:
     and ZeRO: micro-batches of whole sequences packed by tokens, of any size that holds the longest
     one of the step.
 
-    How many ranks share a sequence is the layout's to say. Left out: ZeRO-2 and ZeRO-3, which
+    How many ranks share a sequence is the layout's to say, which has one stage (`ONE_STAGE`). Left
+    out: ZeRO-2 and ZeRO-3, which
     would spare gradients and parameters for traffic in every micro-batch, and offloading to the
     host.
     """
-    assert problem.pipeline.num_stages == 1, "the system has one stage"
     longest = int(problem.lengths.max())
     return _best(problem, "deepspeed", _packed(problem, longest), _windowed, incumbent)
 
