@@ -140,6 +140,8 @@ class StageMemory:
         """Return (ops,) what F, and B or I, need besides by how their chunk is recomputed."""
         keep_input, keep_attention = recompute
         num_recomputed = keep_input + keep_attention
+        if not num_recomputed.any():
+            return self._transient_of_none
         all_layers = num_recomputed == self.num_layers
         in_forward = self.recompute_transient_bytes * all_layers
         # If any layer was kept, it runs backward first and frees at least what recomputing another
@@ -154,6 +156,17 @@ class StageMemory:
         transient: Floats = np.where(
             self.program.is_backward, in_backward[chunks], in_forward[chunks]
         )
+        return transient
+
+    @cached_property
+    def _transient_of_none(self) -> Floats:
+        """(ops,) what is transient where nothing is recomputed."""
+        transient = np.zeros(len(self.program.chunks))
+        chunks = self._uneven_chunks
+        if len(chunks):
+            none = np.zeros_like(chunks)
+            ops = self.program.backward_places[chunks]
+            transient[ops] = self.layers_transient(chunks, Recompute(none, none))
         return transient
 
     def layers_transient(self, chunks: Ints, recompute: Recompute) -> Floats:
@@ -374,22 +387,22 @@ def layers_transient_bytes(num_layers: int, recompute: Recompute, layer: LayerBy
     """
     keep_input, keep_attention = recompute
     num_recomputed = keep_input + keep_attention
-    with_attention = layer.input + layer.attention
     first = np.ones_like(num_recomputed)
     last = num_layers * first
     # Between these layers the sum changes evenly, so it is largest at one of them.
     corners = (last, num_recomputed + 1, num_recomputed, keep_input + 1, keep_input, first)
     number = np.clip(corners, first, last)
-    num_done = num_layers - number
-    # Those that were not recomputed come first, then those that kept attention's output.
-    done_whole = np.minimum(num_done, num_layers - num_recomputed)
-    done_attention = np.minimum(num_done - done_whole, keep_attention)
-    done_input = num_done - done_whole - done_attention
-    freed = done_whole * layer.whole
-    freed = freed + done_attention * with_attention + done_input * layer.input
-    freed = freed - num_done * layer.weight_inputs
-    kept = np.where(number <= keep_input, layer.input, with_attention)
-    brought_back = np.where(number <= num_recomputed, layer.whole - kept, 0.0)
+    # Of all layers up to this one.
+    with_attention = np.clip(number - keep_input, 0, keep_attention)
+    whole = np.maximum(number - num_recomputed, 0)
+    kept = number * layer.input
+    kept = kept + with_attention * layer.attention + whole * (layer.whole - layer.input)
+    kept_by_all = num_layers * layer.input + keep_attention * layer.attention
+    kept_by_all = kept_by_all + (num_layers - num_recomputed) * (layer.whole - layer.input)
+    left = (num_layers - number) * layer.weight_inputs
+    own_attention = (number > keep_input) * layer.attention
+    not_kept = layer.whole - layer.input - own_attention
+    brought_back = (number <= num_recomputed) * not_kept
     missing_gradients = (number - 1) * layer.slot_gradients
-    held = brought_back - freed - missing_gradients
+    held = brought_back + kept - kept_by_all + left - missing_gradients
     return np.asarray(held.max(axis=0))
