@@ -118,9 +118,8 @@ def plan_deepspeed(problem: Problem, incumbent: Result = NOTHING) -> Result:
     one of the step.
 
     How many ranks share a sequence is the layout's to say, which has one stage (`ONE_STAGE`). Left
-    out: ZeRO-2 and ZeRO-3, which
-    would spare gradients and parameters for traffic in every micro-batch, and offloading to the
-    host.
+    out: ZeRO-2 and ZeRO-3, which would spare gradients and parameters for traffic in every
+    micro-batch, and offloading to the host.
     """
     longest = int(problem.lengths.max())
     return _best(problem, "deepspeed", _packed(problem, longest), _windowed, incumbent)
