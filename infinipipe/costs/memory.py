@@ -111,9 +111,7 @@ class StageMemory:
         # is the time when the first one runs.
         in_backward = own + freed
         uneven = self._uneven_chunks
-        all_layers = np.full(len(uneven), self.num_layers)
-        drop_all = Recompute(keep_input=all_layers, keep_attention=0 * all_layers)
-        in_backward[uneven] = own[uneven] + self.layers_transient(uneven, drop_all)
+        in_backward[uneven] += self._gone_before_last(self.boundary_bytes)[uneven]
         forward_needs = in_forward[chunks]
         backward_needs = in_backward[chunks]
         own_needs = np.where(backward, backward_needs, forward_needs)
@@ -163,11 +161,20 @@ class StageMemory:
         """(ops,) what is transient where nothing is recomputed."""
         transient = np.zeros(len(self.program.chunks))
         chunks = self._uneven_chunks
-        if len(chunks):
-            none = np.zeros_like(chunks)
-            ops = self.program.backward_places[chunks]
-            transient[ops] = self.layers_transient(chunks, Recompute(none, none))
+        kept = self.freed_per_layer_bytes + self.boundary_bytes
+        ops = self.program.backward_places[chunks]
+        transient[ops] = self._gone_before_last(kept)[chunks]
         return transient
+
+    def _gone_before_last(self, kept: Floats) -> Floats:
+        """(chunks,) what `layers_transient` is besides what a layer brings back, if all keep alike.
+
+        At the first layer to run other layers' gradients of K and V have not come; at the last one
+        the other layers have freed what they kept.
+        """
+        freed = kept - self.weight_input_bytes
+        gone: Floats = np.minimum(self.slot_gradient_bytes, freed)
+        return (1 - self.num_layers) * gone
 
     def layers_transient(self, chunks: Ints, recompute: Recompute) -> Floats:
         """Return what B or I of some chunks need above what is held; see `layers_transient_bytes`.

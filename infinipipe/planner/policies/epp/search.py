@@ -214,13 +214,19 @@ def descend(trials: Trials) -> None:
 
 
 def try_few_counts(trials: Trials, start: Candidate) -> None:
-    """Try many numbers of parts, by every share of attention, and in even slices by the first."""
+    """Try many numbers of parts, and other cuts of those close to the best."""
     for count in _FEW_COUNTS:
         num_parts = clip_parts(count, trials.most_parts)
         for attention in trials.space.attentions:
             trials.try_out(replace(start, num_parts=num_parts, attention=attention))
-        for even in trials.space.evens:
-            trials.try_out(replace(start, num_parts=num_parts, even=even))
+    if trials.best_candidate is None:
+        return
+    best_parts = trials.best_candidate.num_parts
+    for count in _FEW_COUNTS:
+        if best_parts / 2 < count < best_parts * 2:
+            num_parts = clip_parts(count, trials.most_parts)
+            for even in trials.space.evens:
+                trials.try_out(replace(start, num_parts=num_parts, even=even))
 
 
 def climb(trials: Trials, factor: float) -> None:
