@@ -58,7 +58,7 @@ class RingCosts(CostModel):
         # No rank repeats a head of K and V, however few there are.
         many_heads = msgspec.structs.replace(model, num_kv_heads=max(model.num_kv_heads, ranks))
         free = msgspec.structs.replace(profile, times=times, model=many_heads)
-        return msgspec.structs.replace(sharded_profile(free, self.layout), model=model)
+        return sharded_profile(free, self.layout)
 
     def price(self, chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> CostedChunks:
         """Price chunks of a step's sequences on every stage, with what is seen of the ring."""
@@ -71,8 +71,9 @@ class RingCosts(CostModel):
             costed,
             forward_s=costed.forward_s + layers * forward_s,
             backward_s=costed.backward_s + layers * backward_s,
-            # It runs F again.
+            # It runs F again; who keeps attention's output needs no ring.
             recompute_s=costed.recompute_s + forward_s,
+            attention_s=costed.attention_s + forward_s,
         )
 
     def _seen_s(self, costed: CostedChunks, s_per_pair: float, num_tensors: int) -> Floats:
