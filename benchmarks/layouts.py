@@ -153,6 +153,7 @@ def _trial(trial: Trial) -> Row:
         "name": trial.name,
         "step_s": trial.step_s,
         "at_least_s": trial.at_least_s,
+        "bound_s": trial.bound_s,
         "reason": trial.reason,
     }
 

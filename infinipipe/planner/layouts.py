@@ -31,7 +31,7 @@ from infinipipe.planner.problem import Pipeline
 from infinipipe.planner.workers import Workers
 from infinipipe.profiles import Profile
 
-_SAMPLED_STEPS = 4
+SAMPLED_STEPS = 4
 """Steps that every layout is judged by: more take longer, fewer leave more to the draw."""
 _WAVE = 4
 """Plans that are made before layouts are compared again.
@@ -60,6 +60,8 @@ class Trial:
     makespan_s: float | None = None
     at_least_s: float = 0.0
     """What `step_s` cannot undercut: itself, if it is known."""
+    bound_s: float = 0.0
+    """What it cannot undercut by bounds alone; 0 where the layout does not fit."""
     peak_bytes: int | None = None
     """The most of any stage."""
     reason: str | None = None
@@ -134,6 +136,8 @@ def search_layouts(
     progress: Progress | None = None,
     num_workers: int = 1,
     change: Callable[[Pipeline], Pipeline] = unchanged,
+    *,
+    num_steps: int = SAMPLED_STEPS,
 ) -> LayoutSearch:
     """Return the fastest layout on a sample of the steps, and why the others are not.
 
@@ -149,12 +153,13 @@ def search_layouts(
         progress: is told how many plans are made or needless, and of how many.
         num_workers: processes that plan.
         change: makes other pipelines of those of the layouts.
+        num_steps: of the sample, at most.
 
     Raises:
         InputError: the options do not fit the profile or the dataset.
     """
     requests = [options.resolve(profile, len(dataset), layout) for layout in layouts]
-    sample = sample_steps(dataset, requests[0])
+    sample = sample_steps(dataset, requests[0], num_steps)
     longest = draw_batches(dataset, requests[0]).longest()
     racers = []
     for request in requests:
@@ -181,9 +186,9 @@ def search_layouts(
     )
 
 
-def sample_steps(dataset: Dataset, request: Request) -> list[Batch]:
+def sample_steps(dataset: Dataset, request: Request, num_steps: int = SAMPLED_STEPS) -> list[Batch]:
     """Return the steps that layouts are judged by."""
-    return draw_batches(dataset, request).sample(_SAMPLED_STEPS)
+    return draw_batches(dataset, request).sample(num_steps)
 
 
 def pure_work_seconds(profile: Profile, sample: SequenceOf[Batch]) -> float:
@@ -239,6 +244,11 @@ class _Racer:
         return (planned_s + later_s) / len(self.bounds_s)
 
     @property
+    def bound_s(self) -> float:
+        """Mean seconds of a step that no plan undercuts, whatever is planned by now."""
+        return sum(self.bounds_s) / len(self.bounds_s)
+
+    @property
     def expected_s(self) -> float:
         """Mean seconds of a step, if what is not planned exceeds its bound as what is planned."""
         num_planned = len(self.laps)
@@ -288,7 +298,12 @@ class _Racer:
                 missing_bytes=self.misfit.missing_bytes,
             )
         if not self.is_finished:
-            return Trial(name=name, layout=self.layout, at_least_s=self.at_least_s)
+            return Trial(
+                name=name,
+                layout=self.layout,
+                at_least_s=self.at_least_s,
+                bound_s=self.bound_s,
+            )
         makespan_s = sum(lap.makespan_s for lap in self.laps) / len(self.laps)
         return Trial(
             name=name,
@@ -296,6 +311,7 @@ class _Racer:
             step_s=self.at_least_s,
             makespan_s=makespan_s,
             at_least_s=self.at_least_s,
+            bound_s=self.bound_s,
             peak_bytes=max(lap.peak_bytes for lap in self.laps),
         )
 
