@@ -577,7 +577,7 @@ def test_a_peak_one_byte_above_the_limit_is_refused(tmp_path: Path) -> None:
             verify_step(msgspec.structs.replace(header, memory_limit_bytes=less), step)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=12),
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),

@@ -54,7 +54,7 @@ def room(counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
 
 
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None
 )
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=10),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,11 +30,14 @@ APPLICABLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def plan(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Header, Step]:
-    folder: Path = tmp_path_factory.mktemp("plan")
+# A fixture would be made again for every kind of corruption.
+@cache
+def compiled(policy: str) -> tuple[Header, Step]:
+    with tempfile.TemporaryDirectory() as folder:
+        return compile_in(Path(folder), policy)
+
+
+def compile_in(folder: Path, policy: str) -> tuple[Header, Step]:
     (folder / "lengths.jsonl").write_text(
         "".join(json.dumps({"length": n}) + "\n" for n in LENGTHS)
     )
@@ -42,7 +47,7 @@ def plan(
         num_replicas=2,
         memory_limit_bytes=(60 * 2**30,),
         batch_size=len(LENGTHS),
-        policy=request.param,
+        policy=policy,
     )
     dataset = open_dataset(folder / "lengths.jsonl", "bytes", profile.model.vocabulary_size)
     compile_plan(dataset, profile, options, folder / "plan.msgpack")
@@ -56,12 +61,11 @@ def test_every_policy_is_corrupted_in_25_ways_at_least(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "name"),
+    ("policy", "name"),
     [(policy, name) for policy, names in APPLICABLE.items() for name in names],
-    indirect=["plan"],
 )
-def test_corruption_is_refused(plan: tuple[Header, Step], name: str) -> None:
-    header, step = plan
+def test_corruption_is_refused(policy: str, name: str) -> None:
+    header, step = compiled(policy)
     for mutant, pattern in mutants(name, header, step):
         with pytest.raises(VerifyError) as caught:
             verify_step(header, mutant)

@@ -27,13 +27,13 @@ OPTIONS = (
     "--memory",
     "80GiB",
     "--batch-size",
-    "24",
+    "16",
     "--seed",
     "5",
 )
 COMPILE = ("compile", "dataset.jsonl", *OPTIONS)
 
-# A compile that waits for a signal once three of its eight steps are in the file.
+# A compile that waits for a signal once three of its six steps are in the file.
 INTERRUPTIBLE = """
 import pathlib, signal
 from infinipipe.cli import main
@@ -54,7 +54,7 @@ main()
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    lengths = np.random.default_rng(3).pareto(1.1, 24 * 8) * 800 + 10
+    lengths = np.random.default_rng(3).pareto(1.1, 16 * 6) * 800 + 10
     folder = tmp_path / "inputs"
     folder.mkdir()
     (folder / "dataset.jsonl").write_text(
