@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 DEMO_COMPILE := --stages 2 --memory 54MiB --max-length 3072 --batch-size 8 --steps 6
 DEMO_RUN := --device cpu --lr 2e-3
 
-.PHONY: demo test check format wheel docs clean
+.PHONY: demo test test-slow check format wheel docs clean
 
 demo: $(INSTALLED)
 	@rm -rf demo && mkdir demo
@@ -23,7 +23,11 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/show_run.py demo/infinipipe-run/metrics.jsonl
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not slow'
+
+# What takes longer than most changes need to wait for.
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

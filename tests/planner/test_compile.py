@@ -53,6 +53,7 @@ def room(counts: SequenceOf[int], extra: float) -> tuple[int, ...]:
     return roomy_limits(toy_costs(toy_profile(sum(counts)), counts), extra)
 
 
+@pytest.mark.slow
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None
 )

@@ -39,6 +39,8 @@ import pathlib, signal
 from infinipipe.cli import main
 from infinipipe.ir import PlanWriter
 
+pytestmark = pytest.mark.slow
+
 append = PlanWriter.append
 
 def append_and_wait(writer, step):

@@ -292,6 +292,7 @@ def test_integer_program_fits_and_is_no_worse_than_the_sweep(fraction: float) ->
         assert memory.during(in_whole(row)).max() <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "num_stages"), [("mooncake", 8), ("wikipedia", 8)])
 def test_epp_is_no_worse_than_the_paper_where_memory_is_short(data: str, num_stages: int) -> None:
     lengths = draw_lengths(data, 64, 1)

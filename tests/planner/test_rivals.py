@@ -27,6 +27,8 @@ from infinipipe.profiles.analytic import analytic_profile
 from infinipipe.reports.layouts import contest_rows, contest_tables
 from tests.planner.test_compile import dataset_of
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 LONG_AND_SHORT = [49_152, 8000, *[700] * 40, *[4000] * 4]
 

@@ -32,6 +32,8 @@ from tests.runtime.replay import (
     whole_model,
 )
 
+pytestmark = pytest.mark.slow
+
 LR = 1e-3
 NUM_STEPS = 3
 NUM_RANKS = 8

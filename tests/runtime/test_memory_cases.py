@@ -24,6 +24,8 @@ from tests.runtime.replay import (
 )
 from tests.runtime.stage_memory import MODEL, gpipe, predicted_and_measured
 
+pytestmark = pytest.mark.slow
+
 PROFILE = analytic_profile(MODEL, "a800-80g")
 
 

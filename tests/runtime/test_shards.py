@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from tests.runtime.replay import (
     replay,
     small_model,
 )
+
+pytestmark = pytest.mark.slow
 
 Pieces = list[list[tuple[int, int, int]]]
 
