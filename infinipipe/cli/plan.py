@@ -156,7 +156,7 @@ def compile_(
     from infinipipe.files import check_output
     from infinipipe.planner import CompileOptions, choose_layout, compile_plan
     from infinipipe.profiles import read_profile
-    from infinipipe.reports.layouts import search_table
+    from infinipipe.reports.layouts import link_warning, search_table
 
     options = CompileOptions(
         num_devices=devices,
@@ -179,6 +179,9 @@ def compile_(
         layout, search = choose_layout(rows, profile, options, progress, num_workers)
     if search is not None:
         say_tables(search_table(search))
+    warning = link_warning(profile, layout)
+    if warning is not None:
+        say(warning)
     options = options.with_layout(layout)
     with progress_bar("compile") as progress:
         began = time.monotonic()

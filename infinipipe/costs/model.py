@@ -308,9 +308,11 @@ class CostModel:
         return embedding, head
 
 
-def max_sequence_tokens(model: Model) -> int:
-    """Return how many tokens a sequence can have: its K and V must be indexable with 32 bits."""
-    return _MOST_ELEMENTS // max(model.kv_size, 1)
+def max_sequence_tokens(model: Model, num_ranks: int) -> int:
+    """Return how many tokens a sequence can have that so many ranks share: the K and V that each of
+    them has must be indexable with 32 bits."""
+    kv_heads = max(1, model.num_kv_heads // num_ranks)
+    return _MOST_ELEMENTS // (kv_heads * model.head_dim)
 
 
 def _line_at(line: Line, count: float) -> float:

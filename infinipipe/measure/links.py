@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from infinipipe.ir import Layout
 from infinipipe.measure.fit import fit_line
 from infinipipe.profiles import Line, Links
+from infinipipe.runtime.attention.exchange import exchange_in
 from infinipipe.runtime.collectives import all_gather, reduce_scatter
 from infinipipe.runtime.launch import worker_environment
 from infinipipe.runtime.ranks import Channel, Groups, Ranks
@@ -25,6 +26,8 @@ _ELEMENT_BYTES = 4
 """Of float32."""
 SIZES = (2**10, 2**14, 2**18, 2**20, 2**21)
 """Elements: from where the constant decides, 4 KiB, to where the rate does, 8 MiB."""
+_HEAD_DIM = 64
+"""Of what attention exchanges: small enough that every rank has a token of the smallest size."""
 REPEATS = 9
 """Odd, so that the median is one of them; enough that a few slow ones do not matter."""
 
@@ -115,9 +118,12 @@ def _one_way_seconds(
 
 
 def _all_to_all_seconds(size: int, num_ranks: int, device: torch.device) -> float:
-    payload = _buffer(size, num_ranks, device)
-    received = torch.empty_like(payload)
-    return _median_seconds(lambda: dist.all_to_all_single(received, payload), device)
+    """Return the seconds of an exchange of attention, with the copy into the order it is sent."""
+    shard_tokens = size // (num_ranks * _HEAD_DIM)
+    shard = torch.zeros(shard_tokens, num_ranks, _HEAD_DIM, device=device)
+    exchange = exchange_in(dist.group.WORLD)
+    num_tokens = num_ranks * shard_tokens
+    return _median_seconds(lambda: exchange.to_heads(shard, num_tokens), device)
 
 
 def _ring_seconds(

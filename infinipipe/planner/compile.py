@@ -82,7 +82,7 @@ def make_pipeline(dataset: Dataset, profile: Profile, request: Request) -> Pipel
     """
     lengths = dataset.rows.lengths
     longest = int(lengths.max())
-    most = max_sequence_tokens(profile.model)
+    most = max_sequence_tokens(profile.model, request.layout.sequence_parallel)
     if longest > most:
         raise InputError(
             f"{dataset.path}: a sequence has {longest} tokens, and kernels cannot index more than "

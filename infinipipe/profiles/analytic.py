@@ -100,25 +100,27 @@ def _times(model: Model, sheet: Sheet) -> Times:
         head_forward=roofline.head_forward(),
         head_backward=roofline.head_backward(),
         optimizer_s=Line(constant=_OPTIMIZER_S, rate=_OPTIMIZER_BYTES / sheet.copy_bandwidth),
-        links=_links(_TRANSFER_S, sheet.link_bandwidth, _DEVICES_PER_SERVER),
+        links=_links(_TRANSFER_S, sheet.link_bandwidth, _DEVICES_PER_SERVER, sheet),
         links_between=_links(
-            _TRANSFER_BETWEEN_S, sheet.link_between_bandwidth, _DEVICES_PER_SERVER
+            _TRANSFER_BETWEEN_S, sheet.link_between_bandwidth, _DEVICES_PER_SERVER, sheet
         ),
         layer_input_backward=roofline.layer_input_backward(),
         layer_weight_backward=roofline.layer_weight_backward(),
     )
 
 
-def _links(latency_s: float, bandwidth: float, num_ranks: int) -> Links:
+def _links(latency_s: float, bandwidth: float, num_ranks: int, sheet: Sheet) -> Links:
     """Return what links of such a latency and of so many bytes per second each way take."""
     # Each rank keeps its own part and sends the others. In an exchange all go at once; in a ring
     # each part goes hop by hop to where it belongs, and no hop starts before the one before it.
     hops = num_ranks - 1
     sent_s = hops / num_ranks / bandwidth
     ring = Line(constant=hops * latency_s, rate=sent_s)
+    # Attention brings what it exchanges into the order of the ranks first, or last.
+    copied_s = 2 / sheet.copy_bandwidth
     return Links(
         transfer_s=Line(constant=latency_s, rate=1 / bandwidth),
-        all_to_all_s=Line(constant=latency_s, rate=sent_s),
+        all_to_all_s=Line(constant=latency_s, rate=sent_s + copied_s),
         reduce_scatter_s=ring,
         all_gather_s=ring,
         num_ranks=num_ranks,

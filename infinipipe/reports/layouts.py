@@ -8,11 +8,30 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from infinipipe.ir import Layout
 from infinipipe.planner import Contest, LayoutSearch, Trial
+from infinipipe.profiles import Profile
 from infinipipe.units import show_bytes
 
 _NUMBERS = ("s a step", "over pure work", "peak")
 """Columns of what was planned."""
+
+
+def link_warning(profile: Profile, layout: Layout) -> str | None:
+    """Say what of a layout the profile knows no price for; None where it knows all."""
+    if layout.num_ranks == 1:
+        return None
+    if profile.times.links.num_ranks == 1:
+        return (
+            "warning: the profile was measured on one device, so what devices exchange is taken to "
+            "cost nothing; profile on a machine with several"
+        )
+    if layout.num_ranks > layout.devices_per_node and profile.times.links_between is None:
+        return (
+            "warning: the profile knows links inside a node only; those between nodes are taken to "
+            "be as fast"
+        )
+    return None
 
 
 def search_table(search: LayoutSearch, title: str | None = None) -> Table:

@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # Torch 2.13 has renamed both, and warns of their old names.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+if hasattr(dist, "reduce_scatter_single"):
+    _reduce_scatter = dist.reduce_scatter_single
+    _all_gather = dist.all_gather_single
+else:
+    _reduce_scatter = dist.reduce_scatter_tensor
+    _all_gather = dist.all_gather_into_tensor
 
 
 def place_in(group: ProcessGroup | None) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -116,6 +117,16 @@ class Groups:
         if tied and num_stages > 1:
             ends = mesh[:, [0, num_stages - 1]]
             self.tied = _own_group(_pairs(ends), ranks.rank)
+
+    def connect(self, device: torch.device) -> None:
+        """Let all groups of several ranks exchange once, in one order on every rank.
+
+        NCCL connects a group at its first exchange, and waits for the device to do so; within a
+        step that may be busy with a receive for which others have to exchange first.
+        """
+        for group in (self.sequence, self.copies, self.tied):
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def _channel_groups(two_stages: Ints, rank: int) -> dict[Channel, ProcessGroup]:

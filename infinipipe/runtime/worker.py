@@ -51,6 +51,7 @@ class Worker:
         self._agree_on_plan()
         self._rows = self._open_rows()
         groups = Groups(self._ranks, tied=self._header.model.tied)
+        groups.connect(self._device)
         model = self._build_model()
         self._parameters = model.global_parameters()
         self._flat = model.flat

@@ -142,7 +142,8 @@ def test_what_a_chunk_and_a_sequence_may_have_at_most() -> None:
     profile = analytic_profile(read_model("llama-7b"), "a800-80g")
     costs = toy_costs(profile, [16, 16])
     assert costs.max_chunk_tokens == (2**31 - 1) // 11_008
-    assert max_sequence_tokens(profile.model) == (2**31 - 1) // profile.model.kv_size
+    assert max_sequence_tokens(profile.model, 1) == (2**31 - 1) // profile.model.kv_size
+    assert max_sequence_tokens(profile.model, 64) == (2**31 - 1) // profile.model.head_dim
 
 
 def test_slots_and_boundaries_by_hand() -> None:

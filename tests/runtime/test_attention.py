@@ -126,7 +126,7 @@ def test_a_chunk_without_its_segment_table_is_refused() -> None:
     short = Segments(
         (Segment(first=0, length=3, sequence=0, start=0, total=3),), KVStore(), CpuKernel()
     )
-    with pytest.raises(AssertionError, match="covers 3 tokens, the chunk has 4"):
+    with pytest.raises(AssertionError, match="gives this rank 3 tokens, the layer has 4"):
         chunk_attention(SimpleNamespace(layer_idx=0), *qkv(4), None, scaling=SCALE, segments=short)
 
 

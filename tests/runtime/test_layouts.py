@@ -19,7 +19,7 @@ from infinipipe.ir import Header, Step
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
 from infinipipe.runtime.model import EMBEDDING, HEAD
 from infinipipe.runtime.optimizer import BETAS, EPSILON, WEIGHT_DECAY
-from tests.runtime.cuts import HYBRID, LAYERS, RECOMPUTE, slices
+from tests.runtime.cuts import HYBRID, LAYERS, MENU, slices
 from tests.runtime.ranks_of_layouts import Case, run_cases
 from tests.runtime.replay import (
     MemoryDataset,
@@ -58,8 +58,8 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    Variant("2 kv heads", 2, tied=False, loss_norm="token", recompute="mixed"),
-    Variant("1 kv head, tied", 1, tied=True, loss_norm="sequence", recompute="none"),
+    Variant("2 kv heads", 2, tied=False, loss_norm="token", recompute="all kinds"),
+    Variant("1 kv head, tied", 1, tied=True, loss_norm="sequence", recompute="attention kept"),
     Variant("8 kv heads, tied", 8, tied=True, loss_norm="token", recompute="all"),
 )
 IDLE = Variant(
@@ -118,7 +118,7 @@ def make_plan(layout: tuple[int, int, int], variant: Variant) -> tuple[Header, l
         replicas = [[*HYBRID, *OTHERS], []] if variant.idle_replica else [HYBRID, OTHERS]
     dataset = make_dataset(variant)
     dataset.examples = dataset.examples[: len(LENGTHS)]
-    step = hand_step(header, dataset, replicas, RECOMPUTE[variant.recompute])
+    step = hand_step(header, dataset, replicas, *MENU[variant.recompute])
     return header, [_nth(step, index) for index in range(NUM_STEPS)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinipipe.ir import Chunk, Slice
 from infinipipe.runtime.shards import shard_of, shard_sizes
-from tests.runtime.cuts import LAYERS, RECOMPUTE
+from tests.runtime.cuts import LAYERS, MENU
 from tests.runtime.replay import (
     MemoryDataset,
     assert_equal,
@@ -77,13 +77,13 @@ def tables(draw: st.DrawFn) -> tuple[list[int], Pieces]:
     table=tables(),
     heads=st.sampled_from([(2, 1), (2, 2), (2, 12), (3, 1), (3, 3), (4, 1), (4, 2), (4, 12)]),
     num_stages=st.sampled_from([1, 2]),
-    recompute=st.sampled_from(sorted(RECOMPUTE)),
+    menu=st.sampled_from(sorted(MENU)),
 )
 def test_ranks_that_share_any_chunks_equal_the_unsplit_model(
     table: tuple[list[int], Pieces],
     heads: tuple[int, int],
     num_stages: int,
-    recompute: str,
+    menu: str,
 ) -> None:
     """Shards without tokens, ranks that have the same key-value head, slices in any place."""
     num_ranks, kv_heads = heads
@@ -91,5 +91,5 @@ def test_ranks_that_share_any_chunks_equal_the_unsplit_model(
     model = small_model(num_attention_heads=12, num_key_value_heads=kv_heads, hidden_size=48)
     header = hand_header(model, LAYERS[num_stages], sequence_parallel=num_ranks)
     dataset = MemoryDataset(lengths)
-    step = hand_step(header, dataset, [chunks], RECOMPUTE[recompute])
+    step = hand_step(header, dataset, [chunks], *MENU[menu])
     assert_equal(replay(header, step, dataset), oracle(header, step, dataset))

@@ -316,7 +316,7 @@ def chunk_attention(
     covered = shard_sizes(segments.num_tokens, exchange.num_ranks)[exchange.index]
     # A rank without tokens has one that nothing depends on, see `Executor`.
     assert num_tokens == max(1, covered), (
-        f"the segment table covers {covered} tokens, the chunk has {num_tokens}"
+        f"the segment table gives this rank {covered} tokens, the layer has {num_tokens}"
     )
     shard = [_tokens_first(tensor[:, :, :covered]) for tensor in (query, key, value)]
     out = _ChunkAttention.apply(  # type: ignore[no-untyped-call]
