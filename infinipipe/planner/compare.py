@@ -128,6 +128,7 @@ def _choices(
             num_stages=num_stages,
             sequence_parallel=options.sequence_parallel or 1,
             num_replicas=options.num_replicas or 1,
+            devices_per_node=options.devices_per_node or profile.device.num_devices,
         )
         for memory in memories or (None,):
             limits = options.memory_limit_bytes if memory is None else (memory,)

@@ -170,8 +170,9 @@ def search_layouts(
         except InfeasibleError as error:
             racer.misfit = _misfit(error)
             continue
-        # What no plan can hold is said before any is made.
-        verify_header(make_header(dataset, pipeline, request))
+        if change is unchanged:
+            # What no plan can hold is said before any is made; of other pipelines there are none.
+            verify_header(make_header(dataset, pipeline, request))
         racer.enter(change(pipeline), sample)
     run = partial(_run_task, policy=options.policy, longest=longest)
     with Workers(num_workers) as workers:

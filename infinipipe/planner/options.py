@@ -11,6 +11,8 @@ from infinipipe.planner.batches import steps_per_epoch
 from infinipipe.planner.policies import DEFAULT_POLICY, ONE_STAGE, POLICIES
 from infinipipe.profiles import Profile
 
+_MOST_DEVICES = 2**17
+"""Ten times as many as any job has had; every rank has a place in memory while links are priced."""
 DEFAULT_BATCH_SIZE = 512
 """Sequences in a step, as in the evaluation of InfiniPipe (arXiv 2509.21275)."""
 
@@ -117,7 +119,7 @@ class CompileOptions:
         num_devices = self._devices(profile)
         num_stages = self._stages
         per_node = self.devices_per_node or profile.device.num_devices
-        anywhere = across_nodes or self.sequence_parallel is not None
+        anywhere = across_nodes or self.sequence_parallel is not None or self.policy in ONE_STAGE
         found = []
         for stages in _choices(num_stages, num_devices, profile.model.num_layers):
             for shared in _choices(self.sequence_parallel, num_devices // stages, num_devices):
@@ -188,6 +190,10 @@ class CompileOptions:
         is_whole = len(given) == len(axes)
         if self.num_devices is None:
             return product if is_whole or of_profile % product else of_profile
+        if self.num_devices > _MOST_DEVICES:
+            raise InputError(
+                f"--devices {self.num_devices}: at most {_MOST_DEVICES} can be planned"
+            )
         fits = product == self.num_devices if is_whole else self.num_devices % product == 0
         if not fits:
             asked = " x ".join(f"{option} {count}" for option, count in given.items())
@@ -218,8 +224,9 @@ def _choices(given: int | None, num_devices: int, most: int) -> list[int]:
     """Return what an axis can be: as given, or any divisor of the devices up to the most."""
     if given is not None:
         return [given] if num_devices % given == 0 else []
-    most = min(num_devices, most)
-    return [count for count in range(1, 1 + most) if num_devices % count == 0]
+    small = [count for count in range(1, 1 + math.isqrt(num_devices)) if num_devices % count == 0]
+    divisors = {*small, *(num_devices // count for count in small)}
+    return sorted(count for count in divisors if count <= most)
 
 
 def _check_count(option: str, value: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -31,6 +32,8 @@ SYSTEMS = ("epp", "seq1f1b", "1f1b", "deepspeed", "flexsp", "megatron")
 """What is compared if nothing else is asked for: ours first, then published ones."""
 _PRICED = ("flexsp", "megatron")
 """Systems that have no plans to run."""
+_UNIFORM = "deepspeed"
+"""The system whose groups are all of one size."""
 _MIXED = "1 x mixed"
 """The name of groups of any sizes, which are no layout."""
 
@@ -119,9 +122,28 @@ def _search(
             name="none", layout=None, reason=f"{system} has one stage, not {options.num_stages}"
         )
         return _search_of_one(dataset, profile, options, trial)
+    try:
+        return _search_layouts(system, dataset, profile, options, progress, num_workers)
+    except InputError as error:
+        # Others may have a layout of these devices.
+        trial = Trial(name="none", layout=None, reason=str(error))
+        return _search_of_one(dataset, profile, options, trial)
+
+
+def _search_layouts(
+    system: str,
+    dataset: Dataset,
+    profile: Profile,
+    options: CompileOptions,
+    progress: Progress | None,
+    num_workers: int,
+) -> LayoutSearch:
     match system:
         case "flexsp":
-            return _search_flexsp(dataset, profile, options, progress, num_workers)
+            mixed = _search_flexsp(dataset, profile, options, progress, num_workers)
+            # Groups of one size are among its choices.
+            uniform = _search(_UNIFORM, dataset, profile, options, None, num_workers)
+            return min(mixed, uniform, key=_best_seconds)
         case "megatron":
             mine = replace(options, policy="1f1b")
             layouts = mine.layouts(profile, across_nodes=True, share_heads=False)
@@ -161,6 +183,11 @@ def _search_flexsp(
                 progress(len(plans), len(sample))
     trial = _mixed_trial(groups, sample, plans)
     return _search_of_one(dataset, profile, options, trial)
+
+
+def _best_seconds(search: LayoutSearch) -> float:
+    best = search.best
+    return math.inf if best is None or best.step_s is None else best.step_s
 
 
 def _plan_mixed(groups: MixedGroups, batch: Batch) -> MixedPlan | Shortage:

@@ -147,7 +147,7 @@ def _show_time(reader: PlanReader, shares: TimeShares) -> str:
     bound = "no lower bound"
     if totals.bound_s:
         bound = f"{totals.makespan_s / totals.bound_s:.3f} times the lower bound"
-    step_s = totals.makespan_s / totals.num_steps
+    step_s = totals.step_s / totals.num_steps
     return f"{step_s:.4g} s a step, {bound}; bubble {shares.bubble_fraction or 0.0:.1%}"
 
 

@@ -45,7 +45,7 @@ def test_full_recompute_is_slower_by_what_nothing_else_asks_for(lengths: list[in
     problem = toy_problem(lengths, [2, 2, 2])
     whole = planned("epp", problem)
     full = planned("full recompute", problem)
-    assert np.all(full.recompute == 2)
+    assert np.all(full.levels == 2)
     assert full.makespan_s > 1.15 * whole.makespan_s
     # Nothing is left of what was patched.
     assert search.fit_schedule is schedule.fit_schedule
@@ -57,8 +57,8 @@ def test_one_recompute_count_is_one_for_all_chunks_of_a_stage(lengths: list[int]
     kept = max(lengths) * 2 * free.pipeline.costs.profile.bytes.layer_full_per_token
     problem = toy_problem(lengths, [2, 2, 2], 1.2 * kept)
     found = planned("one recompute count", problem)
-    assert found.recompute.any()
-    assert np.all(found.recompute == found.recompute[:, :1])
+    assert found.levels.any()
+    assert np.all(found.levels == found.levels[:, :1])
     assert found.makespan_s > planned("epp", problem).makespan_s
 
 

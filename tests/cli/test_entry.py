@@ -92,6 +92,7 @@ def test_the_page_of_the_docs_is_current() -> None:
     assert page == load_script(ROOT / "docs" / "make_cli.py").document(), "run `make docs`"
 
 
+@pytest.mark.slow
 def test_the_main_job_needs_no_option(tmp_path: Path) -> None:
     write_texts(tmp_path / "dataset.jsonl")
     for arguments in (["profile"], ["compile", "dataset.jsonl"], ["run", "plan.msgpack"]):

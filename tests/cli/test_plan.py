@@ -66,7 +66,7 @@ def test_compile_refuses_bad_lines(
             "compare dataset.jsonl --devices 4 --stages 2,4",
             ["--stages 2,4", "--devices", "give one"],
         ),
-        ("compare dataset.jsonl --devices 7 --replicas 1", ["--devices 7", "no layout"]),
+        ("compare dataset.jsonl --devices 11 --replicas 1", ["--devices 11", "no layout"]),
         ("compile dataset.jsonl --policy best", ["--policy best", "epp"]),
         ("compile dataset.jsonl -o nowhere/plan.msgpack", ["nowhere/plan.msgpack", "--output"]),
         # Found before the work begins: here there is nothing to work with.

@@ -95,6 +95,7 @@ def test_refined_once_a_run_is_spent(tmp_path: Path) -> None:
         refine_profile(refine_profile(PROFILE, run, folder), run, folder)
 
 
+@pytest.mark.slow
 def test_a_run_refines_its_profile_and_the_next_plan_predicts_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:

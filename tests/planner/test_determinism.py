@@ -19,6 +19,8 @@ from infinipipe.profiles import read_model, write_profile
 from infinipipe.profiles.analytic import analytic_profile
 from tests.processes import finish, run_python, start_python, wait_until
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = (
     "--devices",
     "4",
@@ -38,8 +40,6 @@ INTERRUPTIBLE = """
 import pathlib, signal
 from infinipipe.cli import main
 from infinipipe.ir import PlanWriter
-
-pytestmark = pytest.mark.slow
 
 append = PlanWriter.append
 

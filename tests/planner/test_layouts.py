@@ -64,7 +64,8 @@ def test_all_devices_are_used_in_every_way() -> None:
         # Sequences stay in a node, unless it is asked.
         ({"devices_per_node": 2, "num_stages": 2}, [(2, 1, 4), (2, 2, 2)]),
         ({"devices_per_node": 2, "num_stages": 2, "sequence_parallel": 4}, [(2, 4, 1)]),
-        ({"policy": "deepspeed", "devices_per_node": 2}, [(1, 1, 8), (1, 2, 4)]),
+        # Its sequences need not.
+        ({"policy": "deepspeed", "devices_per_node": 2}, [(1, 1, 8), (1, 2, 4), (1, 4, 2)]),
     ],
 )
 def test_what_is_given_narrows_the_search(

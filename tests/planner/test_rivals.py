@@ -75,7 +75,7 @@ def test_deepspeed_packs_whole_sequences_and_recomputes_by_one_rule() -> None:
     assert set(result.chains.chunks.chains) == {1}
     for chunk in result.chains.ir_chunks:
         assert all(part.length == sequences[part.sequence].length for part in chunk.slices)
-    assert len(set(result.recompute.flatten().tolist())) == 1
+    assert len(set(result.levels.flatten().tolist())) == 1
     assert result.search.winner.startswith("deepspeed: ")
 
 
@@ -171,6 +171,7 @@ def test_no_rank_of_a_ring_repeats_heads_of_k_and_v() -> None:
     assert ring.bytes.layer_kv_per_token == profile.bytes.layer_kv_per_token / 16
     heads = CostModel(profile, layout, make_stages([16, 16]), 8192).rank_profile
     assert heads.bytes.layer_kv_per_token == profile.bytes.layer_kv_per_token / 8
+    # Each rank has all heads of its tokens.
     assert ring.model == profile.model
 
 

@@ -175,6 +175,7 @@ def recomputes(step: Step) -> bool:
     return any(map(any, counts))
 
 
+@pytest.mark.slow
 def test_replicas_with_a_tied_head_under_torchrun(tmp_path: Path) -> None:
     """CASES C2, C3, E2, I1 to I3: two replicas of two stages, each with its own lengths."""
     model = small_model("qwen3", num_layers=2, tied=True, vocab_size=256)

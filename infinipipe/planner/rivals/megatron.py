@@ -28,8 +28,9 @@ def ring_pipeline(pipeline: Pipeline) -> Pipeline:
     Its schedule is `1f1b` on whole sequences packed by tokens; this is what it costs. Left out:
     tensor parallelism, whose collectives of activations in every layer are dearer than a ring
     inside a node; that each rank has two parts of every sequence, however short, and so calls
-    attention on ever smaller ones; and that sequences are padded to whole parts. The latter two
-    would be slower.
+    attention on ever smaller ones; that sequences are padded to whole parts (the latter two would
+    be slower); interleaved stages, which fill and drain sooner for more transfers; and selective
+    recompute of attention alone.
     """
     costs = pipeline.costs
     ring = RingCosts(costs.profile, costs.layout, costs.stages, costs.logits_tokens)
@@ -58,7 +59,8 @@ class RingCosts(CostModel):
         # No rank repeats a head of K and V, however few there are.
         many_heads = msgspec.structs.replace(model, num_kv_heads=max(model.num_kv_heads, ranks))
         free = msgspec.structs.replace(profile, times=times, model=many_heads)
-        return sharded_profile(free, self.layout)
+        # It has all heads, of its own tokens. What they give is kept by no layer of `1f1b`.
+        return msgspec.structs.replace(sharded_profile(free, self.layout), model=model)
 
     def price(self, chunks: SequenceOf[Chunk], sequences: SequenceOf[Sequence]) -> CostedChunks:
         """Price chunks of a step's sequences on every stage, with what is seen of the ring."""
