@@ -63,7 +63,7 @@ FAMILIES: dict[str, Family] = {
 def cases() -> Iterator[Case]:
     """Yield what is measured, each with its kind."""
     shapes = (("llama-7b", 80), ("llama-13b", 80), ("llama-7b", 40))
-    for (model, gib), data, devices in product(shapes, BATCHES, (8, 16, 32, 64)):
+    for devices, (model, gib), data in product((16, 32, 8, 64), shapes, BATCHES):
         for family in FAMILIES:
             yield _case("family", model, gib, data, devices, CLIP, family)
     for model, data in product(("llama-7b", "llama-13b"), BATCHES):
@@ -123,6 +123,10 @@ def search_family(
 ) -> LayoutSearch:
     """Search among the layouts of a family."""
     layouts = [layout for layout in options.layouts(profile) if FAMILIES[name](layout)]
+    if not layouts:
+        # One pipeline through more devices than there are layers.
+        nothing = Trial(name="none", layout=None, reason="no such layout")
+        return LayoutSearch(options.num_devices or 0, (nothing,), 0, 0.0)
     return search_layouts(dataset, profile, options, layouts)
 
 
@@ -304,18 +308,20 @@ def targets(rows: list[Row]) -> Iterator[tuple[str, ...]]:
         if devices in (16, 32) and _best(found["pipeline only"])
     ]
     yield _target("pipeline only over best layout, 16 and 32 devices", 1.08, gains, most=False)
-    chosen = [_chosen_over_best(pair) for pair in _by_name(rows, "sample").values()]
-    worst = max(chosen)
-    verdict = "ok" if worst <= 1.02 else "MISSED"
-    name = "chosen by a sample over the best of all, worst"
-    yield (name, "at most 1.02", f"{worst:.4f}", verdict)
     seconds = [found["best"]["cpu_s"] for (_, devices), found in families.items() if devices == 16]
     name = "CPU seconds to search 16 devices, one step, mean"
     yield (name, "", f"{statistics.mean(seconds):.1f}", "")
-    sampled = [pair["search"]["cpu_s"] for pair in _by_name(rows, "sample").values()]
+    sampled = _by_name(rows, "sample").values()
+    if not sampled:
+        return
+    worst = max(map(_chosen_over_best, sampled))
+    verdict = "ok" if worst <= 1.02 else "MISSED"
+    name = "chosen by a sample over the best of all, worst"
+    yield (name, "at most 1.02", f"{worst:.4f}", verdict)
+    longest_s = max(pair["search"]["cpu_s"] for pair in sampled)
+    verdict = "ok" if longest_s <= 60 else "MISSED"
     name = f"CPU seconds to search 16 devices, {SAMPLES} steps, most"
-    verdict = "ok" if max(sampled) <= 60 else "MISSED"
-    yield (name, "at most 60, 30 on each of two cores", f"{max(sampled):.1f}", verdict)
+    yield (name, "at most 60, 30 on each of two cores", f"{longest_s:.1f}", verdict)
 
 
 def _target(name: str, limit: float, ratios: list[float], *, most: bool) -> tuple[str, ...]:
