@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from infinipipe.aliases import Ints
@@ -145,6 +145,7 @@ def check(given_one: Schedule, found: Schedule, solved: Solved | None) -> None:
         assert solved.gap >= 0
 
 
+@example([2, 8, 13], [1], 3, 0.5, "uniform", whole_menu)
 @settings(max_examples=30)
 @given(LENGTHS, LAYERS, st.integers(2, 4), ROOM, WINDOWS, LADDERS)
 def test_small_cases_are_solved_and_brute_force_confirms_it(
@@ -168,7 +169,10 @@ def test_small_cases_are_solved_and_brute_force_confirms_it(
     else:
         assert solved.status in ("Optimal", "optimal", "gaplimit")
         assert solved.gap is not None
-        assert found.makespan_s <= best * EXACT
+        # With two kinds of rungs the program's rows of memory are a relaxation: what it calls best
+        # may not fit, and then the gap says how far what fits may be from it.
+        allowed = 1.0 if make_ladder is inputs_only else 1 + solved.gap
+        assert found.makespan_s <= best * EXACT * allowed
         assert found.makespan_s / (1 + solved.gap) <= best * PROVED
 
 
