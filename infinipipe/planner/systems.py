@@ -115,8 +115,7 @@ def _search(
     progress: Progress | None,
     num_workers: int,
 ) -> LayoutSearch:
-    """Search a system's layouts; those that exchange across nodes too, where it is not ours to
-    say."""
+    """Search a system's layouts; where it has none of these devices, that is its one trial."""
     if system in (*ONE_STAGE, "flexsp") and options.num_stages not in (None, 1):
         trial = Trial(
             name="none", layout=None, reason=f"{system} has one stage, not {options.num_stages}"
@@ -152,7 +151,7 @@ def _search_layouts(
             )
         case _:
             mine = replace(options, policy=system)
-            layouts = mine.layouts(profile, across_nodes=system in ONE_STAGE)
+            layouts = mine.layouts(profile)
             return search_layouts(dataset, profile, mine, layouts, progress, num_workers)
 
 

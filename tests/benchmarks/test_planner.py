@@ -33,7 +33,7 @@ def planned(name: str, problem: Problem) -> Schedule:
     return found
 
 
-@pytest.mark.parametrize("script", ["planner.py", "accuracy.py"])
+@pytest.mark.parametrize("script", ["planner.py", "accuracy.py", "layouts.py"])
 def test_scripts_start_from_the_repository(script: str) -> None:
     command = [sys.executable, f"benchmarks/{script}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

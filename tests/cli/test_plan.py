@@ -67,6 +67,7 @@ def test_compile_refuses_bad_lines(
             ["--stages 2,4", "--devices", "give one"],
         ),
         ("compare dataset.jsonl --devices 11 --replicas 1", ["--devices 11", "no layout"]),
+        ("compile dataset.jsonl --devices 1000000000", ["--devices 1000000000", "at most"]),
         ("compile dataset.jsonl --policy best", ["--policy best", "epp"]),
         ("compile dataset.jsonl -o nowhere/plan.msgpack", ["nowhere/plan.msgpack", "--output"]),
         # Found before the work begins: here there is nothing to work with.
@@ -174,6 +175,33 @@ def test_a_layout_that_is_given_is_not_searched(folder: Path, call: Call) -> Non
     assert (len(header["stages"]), header["sequence_parallel"]) == (2, 2)
     assert header["devices_per_node"] == 2
     assert call("verify", "plan.msgpack", "--data", "dataset.jsonl")[0] == 0
+
+
+def test_compile_warns_of_links_that_nobody_measured(folder: Path, call: Call) -> None:
+    profile = json.loads((folder / "profile.json").read_text())
+    profile["times"]["links"]["num_ranks"] = 1
+    (folder / "alone.json").write_text(json.dumps(profile))
+    command = ("compile", "dataset.jsonl", *TWO_STAGES, "--policy", "1f1b")
+    assert (
+        "warning: the profile was measured on one device" in call(*command, "-p", "alone.json")[2]
+    )
+    assert "warning" not in call(*command)[2]
+
+
+def test_compile_says_the_seconds_of_whole_steps(folder: Path, call: Call) -> None:
+    _, _, err = call("compile", "dataset.jsonl", *TWO_STAGES, "--policy", "1f1b")
+    totals = json.loads(call("inspect", "plan.msgpack")[1])["totals"]
+    assert totals["step_s"] > 1.01 * totals["makespan_s"]
+    assert f"{totals['step_s'] / totals['num_steps']:.4g} s a step" in err
+
+
+def test_compare_of_policies_heeds_nodes(folder: Path, call: Call) -> None:
+    command = ("compare", "dataset.jsonl", "--stages", 8, "--policies", "1f1b", "--steps", 1)
+    inside, between = (
+        json.loads(call(*command, "--devices-per-node", count, "--json")[1])[0]["step_seconds"]
+        for count in (8, 1)
+    )
+    assert between > inside
 
 
 def test_no_layout_that_fits_is_one_line(folder: Path, call: Call) -> None:

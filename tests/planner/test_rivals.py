@@ -224,6 +224,37 @@ def test_systems_that_cannot_have_what_is_asked_say_so(tmp_path: Path) -> None:
     assert [row["feasible"] for row in rows if row["policy"] == "flexsp"] == [False, False]
 
 
+def test_a_system_without_a_layout_leaves_the_others_theirs(tmp_path: Path) -> None:
+    profile = analytic_profile(read_model("tiny"), "a800-80g")
+    dataset = dataset_of(tmp_path, [2000] * 4)
+    systems = ("1f1b", "deepspeed", "flexsp")
+    options = CompileOptions(num_replicas=1)
+    (contest,) = compare_systems(dataset, profile, options, [8], [GIB], systems)
+    best = contest.searches["1f1b"].best
+    assert best is not None
+    # Eight ranks cannot share four heads, and without replicas there is nothing else.
+    for system in ("deepspeed", "flexsp"):
+        (trial,) = contest.searches[system].trials
+        assert trial.reason.startswith("--devices 8: no layout")
+
+
+def test_a_ring_needs_no_heads_to_share(tmp_path: Path) -> None:
+    profile = analytic_profile(read_model("tiny"), "a800-80g")
+    dataset = dataset_of(tmp_path, [2000] * 4)
+    (contest,) = compare_systems(dataset, profile, CompileOptions(), [8], [GIB], ("megatron",))
+    names = [trial.name for trial in contest.searches["megatron"].trials]
+    assert "1 x 8 x 1" in names
+
+
+def test_flexsp_is_never_slower_than_groups_of_one_size(tmp_path: Path) -> None:
+    profile = analytic_profile(read_model("tiny"), "a800-80g")
+    dataset = dataset_of(tmp_path, [3000, 2500, 900, 800, 400, 100])
+    systems = ("deepspeed", "flexsp")
+    (contest,) = compare_systems(dataset, profile, CompileOptions(), [8], [GIB], systems)
+    deepspeed, flexsp = (contest.searches[system].best for system in systems)
+    assert flexsp.step_s <= deepspeed.step_s
+
+
 def test_what_does_not_fit_is_a_row_with_a_reason(tmp_path: Path) -> None:
     profile = a800()
     dataset = dataset_of(tmp_path, [2000] * 4)

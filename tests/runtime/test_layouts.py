@@ -18,7 +18,6 @@ from torch import Tensor
 from infinipipe.ir import Header, Step
 from infinipipe.runtime.gradients import MAX_GRAD_NORM
 from infinipipe.runtime.model import EMBEDDING, HEAD
-from infinipipe.runtime.optimizer import BETAS, EPSILON, WEIGHT_DECAY
 from tests.runtime.cuts import HYBRID, LAYERS, MENU, slices
 from tests.runtime.ranks_of_layouts import Case, run_cases
 from tests.runtime.replay import (
@@ -27,6 +26,7 @@ from tests.runtime.replay import (
     assert_equal,
     hand_header,
     hand_step,
+    make_plain_adamw,
     oracle,
     small_model,
     whole_model,
@@ -179,18 +179,13 @@ def train_oracle(variant: Variant) -> Trained:
     dataset = make_dataset(variant)
     first = oracle(header, steps[0], dataset)
     whole = whole_model(header.model)
-    parameters = list(whole.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPSILON)
+    optimizer = make_plain_adamw(whole, LR)
     losses: list[float] = []
     norms: list[float] = []
     for step in steps:
         optimizer.zero_grad()
         losses.append(oracle(header, step, dataset, whole=whole).loss)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), MAX_GRAD_NORM)))
         if step.denominator:
             optimizer.step()
     weights = {name: parameter.detach() for name, parameter in whole.named_parameters()}

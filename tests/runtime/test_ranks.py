@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -62,6 +63,17 @@ def others(ranks: Ranks, *same: str) -> list[int]:
 def pipeline(ranks: Ranks) -> list[int]:
     """Return the ranks of the same replica and sequence index, by stage."""
     return others(ranks, "replica", "sequence_index")
+
+
+def test_groups_connect_in_the_same_order_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[object] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: exchanged.append(group))
+    groups = object.__new__(Groups)
+    groups.sequence = "sequence"
+    groups.copies = None
+    groups.tied = "tied"
+    groups.connect(CPU)
+    assert exchanged == ["sequence", "tied"]
 
 
 def test_groups_over_gloo(tmp_path: Path) -> None:
